@@ -1,0 +1,54 @@
+# make demo   see it work          make test   every check that needs no GPU
+PYTHON ?= python3
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+# Newer than pyproject.toml and constraints.txt once the environment matches them.
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint types gpu-test clean distclean
+
+help:
+	@echo "make demo       run attention under every policy, print the table, write report.html"
+	@echo "make test       lint, types and the CPU tests (kernels are compiled, not run)"
+	@echo "make lint       ruff check and ruff format --check"
+	@echo "make types      mypy"
+	@echo "make gpu-test   the tests that need a Hopper GPU"
+	@echo "make env        create or update $(VENV) and nothing else"
+	@echo "make clean      remove caches and outputs (distclean: $(VENV) too)"
+	@echo "PYTHON=...      the Python (3.10 or later) that $(VENV) is made with, now $(PYTHON)"
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "dash_attn needs Python 3.10 or later; try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Installing dash-attn and its pinned dependencies into $(VENV): a few minutes the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,search]'
+	@touch $@
+	@echo "Environment ready."
+
+demo: $(STAMP)
+	@$(BIN)/dash-attn demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+test: lint types
+	$(BIN)/python -m pytest -n 2
+
+gpu-test: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf build dist *.egg-info report.html figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find dash_attn tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

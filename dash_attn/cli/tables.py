@@ -1,0 +1,97 @@
+"""Results as rows, rows as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dash_attn.program import Program
+from dash_attn.simulate import Simulation, simulate
+from dash_attn.simulate.models import Model
+from dash_attn.verify import VerifyError, verify
+
+Row = dict[str, Any]
+
+
+def simulation_row(result: Simulation, co_resident: int) -> Row:
+    """What `simulate --json` prints."""
+    program = result.program
+    return {
+        "policy": program.policy,
+        "mask": program.mask,
+        "model": result.model.name,
+        "unit": result.model.unit,
+        "workers": result.workers,
+        "tasks": program.num_tasks,
+        "chains": len(program.chains),
+        "makespan": result.makespan,
+        "lower_bound": result.lower_bound,
+        "gap": result.gap,
+        "busy": result.busy,
+        "stall": result.stall,
+        "blocked": result.blocked,
+        "bubble": result.bubble,
+        "co_resident": co_resident,
+        "fingerprint": program.fingerprint,
+    }
+
+
+def policy_rows(programs: Iterable[Program], workers: int, model: Model) -> list[Row]:
+    """Simulate each program; one that needs more workers than there are says so instead of numbers."""
+    rows: list[Row] = []
+    for program in programs:
+        try:
+            co_resident = verify(program, workers).co_resident
+            rows.append(simulation_row(simulate(program, workers, model, record=False), co_resident))
+        except VerifyError as error:
+            rows.append({"policy": program.policy, "fingerprint": program.fingerprint, "error": str(error)})
+    baseline = next((row["makespan"] for row in rows if row["policy"] == "fa3" and "makespan" in row), None)
+    for row in rows:
+        if baseline and row.get("makespan"):
+            row["speedup"] = baseline / row["makespan"]
+    return rows
+
+
+def policy_table(rows: list[Row], title: str) -> Table:
+    """The table of policies."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("policy")
+    for name in ("makespan", "bubble", "stall", "above bound", "vs fa3", "needs"):
+        table.add_column(name, justify="right")
+    table.add_column("fingerprint")
+    best = min((row["makespan"] for row in rows if "makespan" in row), default=0.0)
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["policy"], f"[yellow]{row['error']}[/]", *[""] * 5, row["fingerprint"])
+            continue
+        share = row["workers"] * row["makespan"] or 1.0
+        table.add_row(
+            f"[bold green]{row['policy']}[/]" if row["makespan"] <= best * (1 + 1e-12) else row["policy"],
+            f"{row['makespan']:.6g}",
+            f"{row['bubble'] / share:.1%}",
+            f"{row['stall'] / share:.1%}",
+            f"{row['gap']:.1%}",
+            f"{row['speedup']:.2f}x" if "speedup" in row else "",
+            f"{row['co_resident']}",
+            row["fingerprint"],
+        )
+    return table
+
+
+def fact_table(facts: Mapping[str, object], title: str) -> Table:
+    """Name and value, line by line."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def show(table: Table) -> None:
+    """Print a table to standard output, as wide as it needs to be when nobody looks at a terminal."""
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(table)

@@ -1,0 +1,40 @@
+"""problem -> tiling -> schedule -> program -> verified plan: the whole of dash_attn but the arithmetic, cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dash_attn.problem import Problem
+from dash_attn.program import Program, Sequences, build
+from dash_attn.schedule import schedule
+from dash_attn.tiling import TileShape, tile
+from dash_attn.verify import verify
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A verified program, ready to be placed on workers and run."""
+
+    problem: Problem
+    program: Program
+    co_resident: int
+
+    @property
+    def fingerprint(self) -> str:
+        return self.program.fingerprint
+
+
+@lru_cache(maxsize=256)
+def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
+    """Order a problem by a policy ('name', 'name:width' or 'auto') and verify the result."""
+    program = build(schedule(tile(problem, shape), policy))
+    return Plan(problem, program, verify(program).co_resident)
+
+
+@lru_cache(maxsize=256)
+def placement(planned: Plan, workers: int) -> Sequences:
+    """A placement on `workers` co-resident workers, verified; VerifyError says how many are needed if too few."""
+    placed = verify(planned.program, workers).placement
+    assert placed is not None
+    return placed

@@ -1,0 +1,6 @@
+"""What is asked: masks and problems."""
+
+from dash_attn.problem.mask import CAUSAL, FULL, Documents, Mask, TileMask, documents, tiles, window
+from dash_attn.problem.problem import Problem
+
+__all__ = ["CAUSAL", "FULL", "Documents", "Mask", "Problem", "TileMask", "documents", "tiles", "window"]

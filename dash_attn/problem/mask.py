@@ -1,0 +1,202 @@
+"""Masks as values: which (query, key) pairs attend.
+
+Every mask except an explicit tile mask gives each query row one half-open interval of keys, and intervals
+intersect to intervals. So a mask of any kind is two integers a row, which is all that tiling, the CPU backend
+and the GPU kernel ever ask for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Boundaries of packed sequences: document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1]."""
+
+    cu_q: tuple[int, ...]
+    cu_k: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name, cu in (("cu_seqlens_q", self.cu_q), ("cu_seqlens_k", self.cu_k)):
+            if len(cu) < 2 or cu[0] != 0 or any(a > b for a, b in pairwise(cu)):
+                raise ValueError(
+                    f"{name} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
+                )
+        if len(self.cu_q) != len(self.cu_k):
+            raise ValueError(
+                f"cu_seqlens_q and cu_seqlens_k must name the same number of documents, "
+                f"got {len(self.cu_q) - 1} and {len(self.cu_k) - 1}"
+            )
+
+    def __and__(self, other: Documents) -> Documents:
+        if self == other:
+            return self
+        # A piece (a, b) holds what is in document a of one and b of the other. Along both axes a + b never
+        # decreases, so sorting by it lays the pieces out contiguously in queries and in keys.
+        pieces: dict[tuple[int, int], list[int]] = {}
+        for axis, (mine, theirs) in enumerate(((self.cu_q, other.cu_q), (self.cu_k, other.cu_k))):
+            if mine[-1] != theirs[-1]:
+                raise ValueError(f"cannot intersect documents over {mine[-1]} and {theirs[-1]} tokens")
+            cuts = sorted({*mine, *theirs})
+            for begin, end in pairwise(cuts):
+                key = (int(np.searchsorted(mine, begin, "right")), int(np.searchsorted(theirs, begin, "right")))
+                pieces.setdefault(key, [0, 0])[axis] += end - begin
+        lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))]
+        cu = np.cumsum([[0, 0], *lengths], axis=0)
+        return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()))
+
+
+@dataclass(frozen=True)
+class TileMask:
+    """An explicit mask: cell (i, j) covers cell_m queries x cell_n keys; `bits` is the packed row-major bool matrix."""
+
+    cell_m: int
+    cell_n: int
+    shape: tuple[int, int]
+    bits: bytes
+
+    @staticmethod
+    def of(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> TileMask:
+        matrix = np.asarray(cells, dtype=bool)
+        if matrix.ndim != 2:
+            raise ValueError(f"a tile mask is a matrix (q tiles, kv tiles), got {matrix.ndim} dimensions")
+        if cell_m < 1 or cell_n < 1:
+            raise ValueError(f"tile mask cells must be at least 1x1, got {cell_m}x{cell_n}")
+        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), np.packbits(matrix).tobytes())
+
+    def cells(self) -> Bool:
+        flat = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.shape[0] * self.shape[1])
+        return flat.astype(bool).reshape(self.shape)
+
+    def covers(self, len_q: int, len_k: int) -> bool:
+        return self.shape == (-(-len_q // self.cell_m), -(-len_k // self.cell_n))
+
+    def __and__(self, other: TileMask) -> TileMask:
+        if (self.cell_m, self.cell_n, self.shape) != (other.cell_m, other.cell_n, other.shape):
+            raise ValueError(f"tile masks intersect only on one grid, got {_grid(self)} and {_grid(other)}")
+        return TileMask.of(self.cells() & other.cells(), self.cell_m, self.cell_n)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Keys a query may see: a window around its own position, inside its document, inside the allowed tiles.
+
+    `left` and `right` count keys before and after the query's position, None meaning without limit; causal is
+    `right=0`. Positions are aligned at the end (bottom right) of the sequence, or of the document if there are any.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    documents: Documents | None = None
+    tiles: TileMask | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"window {name} must be None (no limit) or at least 0, got {value}")
+
+    def __and__(self, other: Mask) -> Mask:
+        return Mask(
+            _smaller(self.left, other.left),
+            _smaller(self.right, other.right),
+            self.documents & other.documents
+            if self.documents and other.documents
+            else self.documents or other.documents,
+            self.tiles & other.tiles if self.tiles and other.tiles else self.tiles or other.tiles,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        return self == FULL
+
+    @property
+    def is_causal(self) -> bool:
+        """Causal and nothing else."""
+        return self == CAUSAL
+
+    def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
+        """(lo, hi) of every query row; lo == hi where a row sees nothing. Tile masks are not in it."""
+        row = np.arange(len_q, dtype=np.int64)
+        begin, end, position = np.zeros_like(row), np.full_like(row, len_k), row + (len_k - len_q)
+        if self.documents is not None:
+            cu_q, cu_k = np.asarray(self.documents.cu_q), np.asarray(self.documents.cu_k)
+            if (cu_q[-1], cu_k[-1]) != (len_q, len_k):
+                raise ValueError(
+                    f"cu_seqlens must end at the number of tokens: "
+                    f"{cu_q[-1]} of {len_q} queries, {cu_k[-1]} of {len_k} keys"
+                )
+            doc = np.searchsorted(cu_q, row, "right") - 1
+            begin, end = cu_k[doc], cu_k[doc + 1]
+            position = row - cu_q[doc + 1] + end
+        lo = begin if self.left is None else np.maximum(begin, position - self.left)
+        hi = end if self.right is None else np.minimum(end, position + self.right + 1)
+        lo = np.minimum(lo, end)
+        return lo.astype(np.int32), np.maximum(lo, hi).astype(np.int32)
+
+    def dense(self, len_q: int, len_k: int) -> Bool:
+        """The whole mask, element by element: for tests and small references."""
+        lo, hi = self.intervals(len_q, len_k)
+        key = np.arange(len_k)
+        allowed: Bool = (key >= lo[:, None]) & (key < hi[:, None])
+        if self.tiles is not None:
+            cells = self.tiles.cells().repeat(self.tiles.cell_m, 0).repeat(self.tiles.cell_n, 1)
+            allowed &= cells[:len_q, :len_k]
+        return allowed
+
+    def __str__(self) -> str:
+        parts = []
+        if self.right == 0 and self.left is None:
+            parts.append("causal")
+        elif self.left is not None or self.right is not None:
+            parts.append(f"window({_limit(self.left)}, {_limit(self.right)})")
+        if self.documents is not None:
+            parts.append(f"documents({len(self.documents.cu_q) - 1})")
+        if self.tiles is not None:
+            parts.append(f"tiles{_grid(self.tiles)}")
+        return " & ".join(parts) or "full"
+
+
+FULL = Mask()
+CAUSAL = Mask(right=0)
+
+
+def window(left: int | None, right: int | None) -> Mask:
+    """Sliding window: keys from `left` before to `right` after the query's position; None or -1 is no limit."""
+    return Mask(None if left == -1 else left, None if right == -1 else right)
+
+
+def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:
+    """Packed sequences: attention only inside a document, causal there if asked."""
+    first = tuple(int(x) for x in np.asarray(cu_q))
+    second = first if cu_k is None else tuple(int(x) for x in np.asarray(cu_k))
+    return Mask(right=0 if causal else None, documents=Documents(first, second))
+
+
+def tiles(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> Mask:
+    """Explicit tile mask: True cells attend."""
+    return Mask(tiles=TileMask.of(cells, cell_m, cell_n))
+
+
+def _smaller(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
+
+
+def _limit(value: int | None) -> str:
+    return "inf" if value is None else str(value)
+
+
+def _grid(mask: TileMask) -> str:
+    return f"({mask.shape[0]}x{mask.shape[1]} of {mask.cell_m}x{mask.cell_n})"
+
+
+def _brief(values: tuple[int, ...]) -> str:
+    return str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ... {values[-1]}]"

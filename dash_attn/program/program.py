@@ -1,0 +1,191 @@
+"""Program: a schedule frozen as int32 tables, which everything that runs, checks, models or draws reads."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.schedule.types import PlaceRule
+
+FORMAT = 1
+
+# Columns, defined once for host and device.
+TILE = ("kv_tile", "first_q", "count", "partial")
+CHAIN = ("batch", "kv_head", "kv_tile", "first_run", "num_runs")
+RUN = ("head", "first_q", "step", "count", "turn", "turn_step", "partial")
+
+Table = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the planes and of their tiles."""
+
+    batch: int
+    heads_kv: int
+    group: int
+    len_q: int
+    len_k: int
+    tile_m: int
+    tile_n: int
+
+    @property
+    def num_q(self) -> int:
+        return -(-self.len_q // self.tile_m)
+
+    @property
+    def num_kv(self) -> int:
+        return -(-self.len_k // self.tile_n)
+
+    @property
+    def num_groups(self) -> int:
+        return self.batch * self.heads_kv
+
+    @property
+    def num_targets(self) -> int:
+        """dQ tiles, and so turnstiles, of all planes."""
+        return self.num_groups * self.group * self.num_q
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task by name: its chain, and its place in the order."""
+
+    batch: int
+    q_head: int
+    q_tile: int
+    kv_tile: int
+    turn: int
+    partial: bool = False
+
+    def __str__(self) -> str:
+        plane = f"batch {self.batch}, q head {self.q_head}"
+        return f"({plane}, q tile {self.q_tile}, kv tile {self.kv_tile}, turn {self.turn})"
+
+
+@dataclass(frozen=True, eq=False)
+class TaskArrays:
+    """Every task of a program, expanded, chain by chain in table order. `target` numbers the dQ tile."""
+
+    chain: Longs
+    head: Longs
+    q: Longs
+    turn: Longs
+    partial: npt.NDArray[np.bool_]
+    target: Longs
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Order and launch sequence of one problem.
+
+    tiles   what must be done: runs of equal state per kv tile (columns TILE), empty tiles left out
+    chains  one row a chain (columns CHAIN); chains of different heads share their runs
+    runs    arithmetic runs (columns RUN): visit t has q tile first_q + t*step and turn turn + t*turn_step;
+            `head` counts query heads inside the chain's group
+    launch  every chain once, in the order in which workers take them up; bundle_first cuts it into bundles,
+            which one worker runs back to back
+    """
+
+    geometry: Geometry
+    policy: str
+    mask: str
+    place: PlaceRule
+    tiles: Table
+    chains: Table
+    runs: Table
+    launch: Table
+    bundle_first: Table
+
+    def __post_init__(self) -> None:
+        for name in ("tiles", "chains", "runs", "launch", "bundle_first"):
+            array = getattr(self, name)
+            if array.dtype != np.int32:
+                raise ValueError(f"program table {name} must be int32, got {array.dtype}")
+            array.flags.writeable = False
+
+    @property
+    def num_bundles(self) -> int:
+        return len(self.bundle_first) - 1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(getattr(self, n).nbytes for n in ("tiles", "chains", "runs", "launch", "bundle_first"))
+
+    @cached_property
+    def task_first(self) -> Longs:
+        """Task number at which each chain begins; the last entry is the number of tasks."""
+        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3], dtype=np.int64)])
+        first, count = self.chains[:, 3], self.chains[:, 4]
+        return np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64)
+
+    @property
+    def num_tasks(self) -> int:
+        return int(self.task_first[-1])
+
+    @cached_property
+    def partial_per_chain(self) -> Longs:
+        """How many tasks of each chain need the element mask."""
+        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3] * (self.runs[:, 6] != 0), dtype=np.int64)])
+        first, count = self.chains[:, 3], self.chains[:, 4]
+        inside: Longs = per_run[first + count] - per_run[first]
+        return inside
+
+    @cached_property
+    def contributors(self) -> Table:
+        """Contributions that a dQ tile of each q tile index receives; the same in every plane."""
+        delta = np.zeros(self.geometry.num_q + 1, np.int64)
+        np.add.at(delta, self.tiles[:, 1], 1)
+        np.add.at(delta, self.tiles[:, 1] + self.tiles[:, 2], -1)
+        return np.cumsum(delta)[:-1].astype(np.int32)
+
+    @cached_property
+    def target_base(self) -> Longs:
+        """Turnstile of q tile 0 of the first query head of each chain's group."""
+        g = self.geometry
+        return (self.chains[:, 0].astype(np.int64) * g.heads_kv + self.chains[:, 1]) * g.group * g.num_q
+
+    def expand(self) -> TaskArrays:
+        """All tasks as flat arrays."""
+        first, count = self.chains[:, 3].astype(np.int64), self.chains[:, 4].astype(np.int64)
+        chain_of_run = np.repeat(np.arange(len(self.chains)), count)
+        run = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(count.sum())
+        head, q, turn, partial, length = unroll(self.runs[run])
+        chain = np.repeat(chain_of_run, length)
+        target = self.target_base[chain] + head * self.geometry.num_q + q
+        return TaskArrays(chain, head, q, turn, partial != 0, target)
+
+    def task(self, chain: int, run: int, offset: int) -> Task:
+        """Visit `offset` of run `run` of chain `chain`, by name."""
+        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, :3])
+        head, q0, dq, _, t0, dt, partial = (int(x) for x in self.runs[run])
+        q_head = kv_head * self.geometry.group + head
+        return Task(batch, q_head, q0 + offset * dq, kv_tile, t0 + offset * dt, bool(partial))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the order, however it is run-length coded; launch and placement are not in it."""
+        digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
+        rows, seen = [], dict[tuple[int, int], int]()
+        for chain in self.chains[np.lexsort(self.chains[:, 2::-1].T)].tolist():
+            rows.append((*chain[:3], seen.setdefault((chain[3], chain[4]), len(seen))))
+        digest.update(np.asarray(rows, np.int64).tobytes())
+        for first, count in seen:
+            order = np.stack(unroll(self.runs[first : first + count])[:4])
+            digest.update(np.int64(order.shape[1]).tobytes() + order.tobytes())
+        return digest.hexdigest()[:16]
+
+
+def unroll(runs: Table) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+    """Runs to visits: head, q tile, turn and partial of each, and the length of each run."""
+    rows = runs.astype(np.int64)
+    length = rows[:, 3]
+    begin = np.cumsum(length) - length
+    step = np.arange(length.sum()) - np.repeat(begin, length)
+    head, q0, dq, _, t0, dt, partial = (np.repeat(column, length) for column in rows.T)
+    return head, q0 + step * dq, t0 + step * dt, partial, length

@@ -1,0 +1,202 @@
+"""Run the tables in the abstract: who waits for whom, and when.
+
+Turns and visit orders are fixed, so whatever order the sequences are advanced in, the same tasks get done and
+each has the same times: no event queue, one pass, linear cost. Checking and simulating are the same loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.jit import compiled
+from dash_attn.program.program import Program, Table
+
+Floats = npt.NDArray[np.float64]
+
+FINISHED, STUCK, PASSED = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations of a task's parts. depth 0: the worker itself adds its contribution and waits for it (the paper);
+    depth b: `writers` warps do, from b buffers."""
+
+    compute: float = 0.0
+    partial: float = 0.0
+    reduce: float = 0.0
+    handoff: float = 0.0
+    prologue: float = 0.0
+    epilogue: float = 0.0
+    depth: int = 0
+    writers: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """Outcome: `status`, the number of sequences that had to be resident, where each stands (chain, run, offset),
+    per sequence (end, busy, stalled, blocked), and per task (compute begin, end, reduce begin, end) if recorded."""
+
+    status: int
+    resident: int
+    standing: npt.NDArray[np.int64]
+    totals: Floats
+    times: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Lists of chains: sequence s runs chains[first[s]:first[s+1]]. Bundles and placements both are this."""
+
+    first: Table
+    chains: Table
+
+
+def replay(
+    program: Program, sequences: Sequences, costs: Costs, *, resident: int | None = None, record: bool = False
+) -> Replay:
+    """Advance all sequences until done or stuck.
+
+    With `resident` sequences start in order, that many at first, the next when one ends; one more whenever nothing
+    else can move. What is reached with few is also reached with more, so the final count is the least that works.
+    """
+    total = len(sequences.first) - 1
+    times = np.zeros((4, program.num_tasks if record else 0))
+    numbers = np.array([costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue])
+    status, needed, standing, totals = _advance(
+        (program.chains, program.runs, program.target_base, program.task_first),
+        (sequences.first, sequences.chains),
+        (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
+        (numbers, costs.depth, costs.writers),
+        times,
+    )
+    return Replay(status, needed, standing, totals, times)
+
+
+@compiled
+def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped-def]
+    chains, runs, base, task_first = tables
+    seq_first, seq_chains = sequences
+    num_targets, num_q, resident = sizes
+    (compute, partial_cost, reduce, handoff, prologue, epilogue), depth, writers = costs
+    record = times.shape[1] > 0
+    total = len(seq_first) - 1
+    counter = np.zeros(num_targets, np.int32)
+    released = np.zeros(num_targets)  # when the last contribution so far was handed over
+    waiter = np.full(num_targets, -1, np.int32)  # sequences that wait at a turnstile, linked
+    next_waiter = np.full(total, -1, np.int32)
+    wanted = np.zeros(total, np.int32)
+    standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
+    clock = np.zeros(total)
+    totals = np.zeros((total, 4))
+    tasks_done = np.zeros(total, np.int64)
+    slot_free = np.zeros((total, max(depth, 1)))
+    writer_free = np.zeros((total, max(writers, 1)))
+    ready = np.empty(total, np.int32)
+    num_ready, admitted, finished = 0, 0, 0
+    for s in range(total):
+        standing[s, 0] = seq_first[s]
+    while finished < total:
+        while admitted < total and admitted - finished < resident:
+            ready[num_ready] = admitted
+            num_ready += 1
+            admitted += 1
+        if num_ready == 0:
+            if admitted == total:
+                return STUCK, resident, standing, totals
+            resident += 1
+            continue
+        num_ready -= 1
+        s = ready[num_ready]
+        p, j, o = standing[s]
+        t = clock[s]
+        waits = False
+        while p < seq_first[s + 1]:
+            c = seq_chains[p]
+            end = chains[c, 3] + chains[c, 4]
+            if j < 0:
+                j, o = chains[c, 3], 0
+                t += prologue
+                totals[s, 1] += prologue
+            done = tasks_done[s]
+            task = task_first[c]
+            if record:
+                for i in range(chains[c, 3], j):
+                    task += runs[i, 3]
+                task += o
+            while j < end:
+                first = base[c] + runs[j, 0] * num_q + runs[j, 1]
+                step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
+                cost = compute + partial_cost if runs[j, 6] != 0 else compute
+                while o < count:
+                    target = first + step * o
+                    turn = turn0 + turn_step * o
+                    have = counter[target]
+                    if have != turn:
+                        standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
+                        if have > turn:
+                            return PASSED, resident, standing[s : s + 1], totals
+                        next_waiter[s] = waiter[target]
+                        waiter[target] = s
+                        wanted[s] = turn
+                        waits = True
+                        break
+                    begin = t
+                    stop = begin + cost
+                    if depth == 0:
+                        grant = max(stop, released[target])
+                        landed = grant + reduce
+                        totals[s, 1] += cost + reduce
+                        totals[s, 2] += grant - stop
+                        t = landed
+                    else:
+                        blocked = slot_free[s, done % depth] - stop
+                        if blocked > 0:
+                            totals[s, 3] += blocked
+                            stop += blocked
+                        writer_ready = max(stop, writer_free[s, done % writers])
+                        grant = max(writer_ready, released[target])
+                        landed = grant + reduce
+                        totals[s, 1] += cost
+                        totals[s, 2] += grant - writer_ready
+                        slot_free[s, done % depth] = landed
+                        writer_free[s, done % writers] = landed
+                        t = stop
+                    totals[s, 0] = max(totals[s, 0], landed)
+                    released[target] = landed + handoff
+                    if record:
+                        times[0, task], times[1, task], times[2, task], times[3, task] = begin, stop, grant, landed
+                        task += 1
+                    counter[target] = turn + 1
+                    done += 1
+                    o += 1
+                    w, before = waiter[target], -1
+                    while w >= 0:
+                        if wanted[w] == turn + 1:
+                            if before < 0:
+                                waiter[target] = next_waiter[w]
+                            else:
+                                next_waiter[before] = next_waiter[w]
+                            ready[num_ready] = w
+                            num_ready += 1
+                            break
+                        before, w = w, next_waiter[w]
+                if waits:
+                    break
+                j += 1
+                o = 0
+            tasks_done[s] = done
+            if waits:
+                break
+            t += epilogue
+            totals[s, 1] += epilogue
+            p += 1
+            j = -1
+        clock[s] = t
+        totals[s, 0] = max(totals[s, 0], t)
+        if not waits:
+            standing[s, 0] = p
+            finished += 1
+    return FINISHED, resident, standing, totals

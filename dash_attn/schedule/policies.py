@@ -1,0 +1,192 @@
+"""Policies: named rules that turn a tiling into a schedule. The only registry; a new order is a new entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dash_attn.schedule import search
+from dash_attn.schedule.orders import Rules, Tasks, offsets, order, windows
+from dash_attn.schedule.types import Choice, Ints, PlaceRule, Schedule, Template, every_group
+from dash_attn.tiling import Tiling
+
+# A named policy may span a whole head up to this many co-resident workers; `auto` stays below AUTO_WIDTH so that
+# the same bits run on every Hopper part, and beside other kernels.
+DEFAULT_WIDTH = 128
+AUTO_WIDTH = 64
+
+Rounds = list[list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`build(tiling, width)` gives a template and its launch rounds; `applies` says for which tilings."""
+
+    build: Callable[[Tiling, int], tuple[Template, Rounds]]
+    summary: str
+    place: PlaceRule = "balanced"
+    applies: Callable[[Tiling], bool] = lambda tiling: True
+    needs: str = "any mask"
+    windowed: bool = False
+
+
+def _is_banded(tiling: Tiling) -> bool:
+    """Some tile is empty, or could be at another tile size: the mask has a window or is causal."""
+    mask = tiling.problem.mask
+    return not tiling.is_rectangle or mask.left is not None or mask.right is not None
+
+
+def _ascending(tiling: Tiling, tasks: Tasks) -> Ints:
+    return tasks.head * tiling.num_q + tasks.q
+
+
+def _singles(chains: Ints, window: Ints | None = None) -> Rounds:
+    """One chain a bundle, one round a window."""
+    if window is None:
+        return [[(int(n),) for n in chains]]
+    return [[(int(n),) for n in chains if window[n] == w] for w in range(int(window.max(initial=-1)) + 1)]
+
+
+def _fa3(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
+    return order(tiling, tasks, Rules(_ascending(tiling, tasks), chains)), _singles(chains)
+
+
+def _descending(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
+    visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    return order(tiling, tasks, Rules(visit, chains)), _singles(chains)
+
+
+def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks = Tasks.of(tiling)
+    launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, 2]))
+    rank = np.empty_like(launch)
+    rank[launch] = np.arange(len(launch))
+    return order(tiling, tasks, Rules(_ascending(tiling, tasks), rank)), _singles(launch)
+
+
+def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
+    window = windows(tiling.num_kv, width)
+    rules = Rules(_ascending(tiling, tasks), chains[::-1].copy(), window)
+    return order(tiling, tasks, rules), _singles(chains, window)
+
+
+def _shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
+    length = tiling.problem.group * tiling.num_q
+    window = windows(tiling.num_kv, min(width, max(length, 1)))
+    visit = (_ascending(tiling, tasks) - offsets(window, length)[tasks.chain]) % max(length, 1)
+    return order(tiling, tasks, Rules(visit, chains, window, by_arrival=True)), _singles(chains, window)
+
+
+def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    """Long chain i, then its short partner n-1-i; an odd middle chain stays alone.
+
+    Long chains rotate through the rectangle of q tiles that all of them share, then climb their own triangle
+    from the diagonal; short chains come down from the last q tile.
+    """
+    tasks, n = Tasks.of(tiling), tiling.num_kv
+    chains, longs = np.arange(n), n - n // 2
+    first, length = tiling.spans[:, 0], tiling.spans[:, 2] * tiling.problem.group
+    split = int(first[longs]) if longs < n else tiling.num_q
+    circle = max(1, tiling.problem.group * (tiling.num_q - split))
+    pair_window = windows(longs, min(width, circle))
+    partner = np.minimum(chains, n - 1 - chains)
+
+    turned = tasks.head * (tiling.num_q - split) + tasks.q - split
+    rotated = (turned - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
+    climbing = circle + _ascending(tiling, tasks)
+    coming_down = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    is_long = tasks.chain < longs
+    visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), coming_down)
+    start = np.where(chains < longs, 0, length[partner])
+    rules = Rules(visit, chains, pair_window[partner], by_arrival=True, start=start)
+    rounds: Rounds = [[] for _ in range(int(pair_window.max(initial=-1)) + 1)]
+    for i in range(longs):
+        rounds[pair_window[i]].append((i, n - 1 - i) if i != n - 1 - i else (i,))
+    return order(tiling, tasks, rules), rounds
+
+
+def _search(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    template, launch, window = search.ranked(tiling, min(width, max(1, tiling.problem.group * tiling.num_q)))
+    return template, _singles(launch, window)
+
+
+POLICIES: dict[str, Policy] = {
+    "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)", place="dealt"),
+    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns in launch order"),
+    "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
+    "shift": Policy(
+        _shift,
+        "chains start evenly spread over the q tiles and wrap around",
+        applies=lambda t: t.is_rectangle,
+        needs="a mask without empty tiles (full)",
+        windowed=True,
+    ),
+    "symmetric_shift": Policy(
+        _symmetric_shift,
+        "long and short chains paired; rotation in the rectangle, folded triangles",
+        applies=lambda t: t.is_triangle and _is_banded(t),
+        needs="a causal mask",
+        windowed=True,
+    ),
+    "diagonal": Policy(
+        _diagonal,
+        "longest chain first, each from its diagonal upwards, turns by descending kv tile",
+        applies=lambda t: t.is_staircase and _is_banded(t),
+        needs="a causal or sliding-window mask",
+        windowed=True,
+    ),
+    "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
+}
+
+
+def applicable(tiling: Tiling) -> list[str]:
+    """Names of the policies that can order this tiling."""
+    return [name for name, policy in POLICIES.items() if policy.applies(tiling)]
+
+
+def choose(tiling: Tiling) -> Choice:
+    """What `auto` means: decided by the problem and this version of the package, never by the GPU at hand."""
+    if tiling.is_rectangle:
+        return Choice("shift", AUTO_WIDTH)
+    if POLICIES["symmetric_shift"].applies(tiling):
+        return Choice("symmetric_shift", AUTO_WIDTH)
+    return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
+
+
+def parse(text: str) -> Choice:
+    """'shift' or 'shift:64'."""
+    name, _, width = text.partition(":")
+    if width and not width.isdigit():
+        raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
+    return Choice(name, int(width) if width else None)
+
+
+def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
+    """Order a tiling by a policy: its name, 'name:width', or 'auto'."""
+    choice = parse(policy) if isinstance(policy, str) else policy
+    if choice.policy == "auto":
+        choice = choose(tiling)
+    if choice.policy not in POLICIES:
+        raise ValueError(f"unknown policy {choice.policy!r}: choose from auto, {', '.join(POLICIES)}")
+    rule = POLICIES[choice.policy]
+    if not rule.applies(tiling):
+        raise ValueError(
+            f"policy {choice.policy!r} needs {rule.needs}, not {tiling.problem.mask} cut into {tiling.shape} tiles: "
+            f"choose from {', '.join(applicable(tiling))}"
+        )
+    width = rule.windowed and (choice.width or DEFAULT_WIDTH)
+    if choice.width is not None and (not rule.windowed or choice.width < 1):
+        takers = ", ".join(name for name, each in POLICIES.items() if each.windowed)
+        raise ValueError(
+            f"policy {choice.policy!r} cannot take width {choice.width}: a width of at least 1 goes with {takers}"
+        )
+    template, rounds = rule.build(tiling, int(width))
+    launch, bundle_first = every_group(tiling, rounds)
+    groups = tiling.problem.batch * tiling.problem.heads_kv
+    return Schedule(tiling, choice, (template,), np.zeros(groups, np.int64), launch, bundle_first, rule.place)

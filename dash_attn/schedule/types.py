@@ -1,0 +1,72 @@
+"""Schedule: who visits which tile when, and in which order each dQ tile is summed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.tiling import Tiling
+
+Ints = npt.NDArray[np.int64]
+PlaceRule = Literal["dealt", "balanced"]
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """The order of one key/value head: tasks chain by chain, in visit order.
+
+    Chain n owns tasks first[n]:first[n+1]; task t visits q tile q[t] of query head head[t] (0-based inside the
+    group) and adds its dQ contribution as number turn[t].
+    """
+
+    first: Ints
+    head: Ints
+    q: Ints
+    turn: Ints
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows."""
+
+    policy: str
+    width: int | None = None
+
+    def __str__(self) -> str:
+        return self.policy if self.width is None else f"{self.policy}:{self.width}"
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Order (templates, which fix the bits) and launch sequence (which fixes only the speed).
+
+    Groups are the (batch, kv head) pairs; group g follows templates[template_of[g]]. Chain ids count
+    group by group: g * num_kv + n. `launch` holds every chain id once; `bundle_first` cuts it into bundles, chains
+    that one worker runs back to back.
+    """
+
+    tiling: Tiling
+    choice: Choice
+    templates: tuple[Template, ...]
+    template_of: Ints
+    launch: Ints
+    bundle_first: Ints
+    place: PlaceRule
+
+
+def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]]) -> tuple[Ints, Ints]:
+    """Launch the same bundles in every group: round by round, and inside a round group by group.
+
+    Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a
+    round of all groups before the next lets the windows that share the GPU belong to different heads.
+    """
+    groups = np.arange(tiling.problem.batch * tiling.problem.heads_kv)[:, None] * tiling.num_kv
+    launch = [(groups + np.concatenate([np.asarray(b) for b in bundles])).ravel() for bundles in rounds if bundles]
+    sizes = [np.tile([len(b) for b in bundles], len(groups)) for bundles in rounds if bundles]
+    return (
+        np.concatenate([np.zeros(0, np.int64), *launch]).astype(np.int64),
+        np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))]).astype(np.int64),
+    )

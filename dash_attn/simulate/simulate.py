@@ -1,0 +1,149 @@
+"""simulate(program, workers, model): when every task runs, and how far the whole is from the lower bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dash_attn.program import Costs, Program, Replay, Sequences, place, replay
+from dash_attn.program.replay import FINISHED
+from dash_attn.simulate.models import Model, Paper
+from dash_attn.timeline import COMPUTE, REDUCE, STALL, TaskNames, Timeline
+from dash_attn.verify import verify
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Result of a simulation; times in the model's unit, sums over all workers.
+
+    busy     computing (and, where the worker itself adds, adding), prologues and epilogues
+    stall    contributions waiting at a turnstile
+    blocked  workers waiting for a free dQ buffer (machine model only)
+    bubble   workers with nothing to do: busy + bubble + (stall or blocked) = workers * makespan
+    """
+
+    program: Program
+    placement: Sequences
+    model: Model
+    outcome: Replay
+
+    @property
+    def workers(self) -> int:
+        return len(self.placement.first) - 1
+
+    @property
+    def makespan(self) -> float:
+        return float(self.outcome.totals[:, 0].max(initial=0.0))
+
+    @property
+    def busy(self) -> float:
+        return float(self.outcome.totals[:, 1].sum())
+
+    @property
+    def stall(self) -> float:
+        return float(self.outcome.totals[:, 2].sum())
+
+    @property
+    def blocked(self) -> float:
+        return float(self.outcome.totals[:, 3].sum())
+
+    @property
+    def bubble(self) -> float:
+        waiting = self.stall if self.model.costs().depth == 0 else self.blocked
+        # Sums of many floats: what should be zero comes out as rounding noise, of either sign.
+        idle = self.workers * self.makespan - self.busy - waiting
+        return 0.0 if abs(idle) < 1e-9 * self.workers * self.makespan else idle
+
+    @cached_property
+    def lower_bound(self) -> float:
+        return max(lower_bounds(self.program, self.workers, self.model).values())
+
+    @property
+    def gap(self) -> float:
+        """Makespan over the lower bound, minus one."""
+        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        if not self.outcome.times.size and self.program.num_tasks:
+            raise ValueError("this simulation kept no events: simulate(..., record=True)")
+        return timeline_of(self)
+
+
+def simulate(
+    program: Program,
+    workers: int,
+    model: Model | None = None,
+    *,
+    placement: Sequences | None = None,
+    record: bool = True,
+) -> Simulation:
+    """Run a program on `workers` workers under a model. Deadlock is a VerifyError, never a wrong number."""
+    model = Paper() if model is None else model
+    placed = place(program, workers) if placement is None else placement
+    outcome = replay(program, placed, model.costs(), record=record)
+    if outcome.status != FINISHED:
+        verify(program, workers, placement)
+        raise AssertionError("a program that cannot finish passed verification")
+    return Simulation(program, placed, model, outcome)
+
+
+def lower_bounds(program: Program, workers: int, model: Model) -> dict[str, float]:
+    """No order is faster than the work spread evenly, the longest chain, or the longest reduction."""
+    costs = model.costs()
+    own = costs.compute + (costs.reduce if costs.depth == 0 else 0.0)
+    edges = costs.prologue + costs.epilogue
+    lengths = np.diff(program.task_first)
+    masked = program.partial_per_chain
+    work = own * program.num_tasks + costs.partial * float(masked.sum()) + edges * len(lengths)
+    chains = own * lengths + costs.partial * masked + edges
+    deepest = int(program.contributors.max(initial=0))
+    reduction = (
+        costs.prologue + costs.compute + deepest * (costs.reduce + costs.handoff) - costs.handoff if deepest else 0.0
+    )
+    return {
+        "work / workers": work / workers,
+        "longest chain": float(chains.max(initial=0.0)),
+        "longest reduction": reduction,
+    }
+
+
+def task_names(program: Program) -> TaskNames:
+    """Names of all tasks, in task order."""
+    tasks = program.expand()
+    batch, kv_head, kv_tile = (program.chains[tasks.chain, column].astype(np.int64) for column in range(3))
+    return TaskNames(batch, kv_head * program.geometry.group + tasks.head, tasks.q, kv_tile, tasks.turn)
+
+
+def timeline_of(simulation: Simulation) -> Timeline:
+    """Events of a recorded simulation."""
+    program, placement = simulation.program, simulation.placement
+    begin, stop, grant, landed = simulation.outcome.times
+    worker_of_chain = np.empty(len(program.chains), np.int64)
+    worker_of_chain[placement.chains] = np.repeat(np.arange(simulation.workers), np.diff(placement.first))
+    worker = np.repeat(worker_of_chain, np.diff(program.task_first))
+    task = np.arange(program.num_tasks)
+    waited = grant > stop
+    overlapping = simulation.model.costs().depth > 0
+    parts = [
+        (COMPUTE, task, begin, stop),
+        (REDUCE, task, grant, landed),
+        (STALL, task[waited], stop[waited], grant[waited]),
+    ]
+    return Timeline(
+        f"{program.policy}, {program.mask}",
+        simulation.model.unit,
+        simulation.workers,
+        task_names(program),
+        np.concatenate([worker[t] for _, t, _, _ in parts]),
+        np.concatenate([np.full(len(t), role) for role, t, _, _ in parts]),
+        np.concatenate([t for _, t, _, _ in parts]),
+        np.concatenate([b for _, _, b, _ in parts]),
+        np.concatenate([e for _, _, _, e in parts]),
+        overlapping,
+    )
+
+
+__all__ = ["Costs", "Simulation", "lower_bounds", "simulate", "task_names", "timeline_of"]

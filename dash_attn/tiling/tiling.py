@@ -1,0 +1,133 @@
+"""The score matrix cut into tiles, each empty, partial or full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.problem import Problem
+
+
+class TileState(IntEnum):
+    """What a tile asks of the kernel: nothing, element masking, or plain products."""
+
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """`m` queries x `n` keys."""
+
+    m: int
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.m < 1 or self.n < 1:
+            raise ValueError(f"a tile must be at least 1x1, got {self}")
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}"
+
+
+@dataclass(frozen=True, eq=False)
+class Tiling:
+    """Tiles of one (batch, query head) plane; all planes of a problem share them.
+
+    `state[n, m]` is EMPTY, PARTIAL (needs element masking: a pair is masked, or the tile reaches past the last
+    key) or FULL. Rows past the last query need no mask, their probabilities are zero.
+    """
+
+    problem: Problem
+    shape: TileShape
+    state: npt.NDArray[np.uint8]
+
+    @property
+    def num_q(self) -> int:
+        return int(self.state.shape[1])
+
+    @property
+    def num_kv(self) -> int:
+        return int(self.state.shape[0])
+
+    @cached_property
+    def num_tiles(self) -> int:
+        """Non-empty tiles of one plane."""
+        return int(np.count_nonzero(self.state))
+
+    @cached_property
+    def is_rectangle(self) -> bool:
+        """No tile is empty."""
+        return self.num_tiles == self.state.size
+
+    @cached_property
+    def spans(self) -> npt.NDArray[np.int64]:
+        """(first, last + 1, count) q tile of each chain; (0, 0, 0) for a chain without tasks."""
+        seen = self.state != TileState.EMPTY
+        count = seen.sum(1)
+        first = np.where(count > 0, seen.argmax(1), 0) if self.num_q else count
+        last = np.where(count > 0, self.num_q - seen[:, ::-1].argmax(1), 0) if self.num_q else count
+        return np.stack([first, last, count], 1).astype(np.int64)
+
+    @cached_property
+    def is_staircase(self) -> bool:
+        """Each chain is one contiguous run of q tiles and neither end of it ever moves back: causal, windows."""
+        first, last, count = self.spans[self.spans[:, 2] > 0].T
+        return bool((last - first == count).all() and (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all())
+
+    @cached_property
+    def is_triangle(self) -> bool:
+        """A staircase whose every chain goes on to the last q tile: causal, and (trivially) no mask at all."""
+        return self.is_staircase and bool((self.spans[:, 1] == self.num_q).all())
+
+
+def tile(problem: Problem, shape: TileShape) -> Tiling:
+    """Cut the problem's planes into tiles of `shape` and find the state of each."""
+    num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
+    lo, hi = (x.astype(np.int64) for x in problem.mask.intervals(problem.len_q, problem.len_k))
+    lo, hi = np.where(lo < hi, lo, 0), np.where(lo < hi, hi, 0)
+    rows = np.arange(problem.len_q) // shape.m
+    # In how many rows of the q tile is the tile touched, and in how many wholly inside the interval?
+    touched = _stack(rows, lo // shape.n, -(-hi // shape.n), (num_q, num_kv))
+    inside = _stack(rows, -(-lo // shape.n), hi // shape.n, (num_q, num_kv))
+    height = np.bincount(rows, minlength=num_q)[:, None]
+    state = np.where(
+        touched == 0, TileState.EMPTY, np.where(inside == height, TileState.FULL, TileState.PARTIAL)
+    ).astype(np.uint8)
+    if problem.mask.tiles is not None:
+        state *= _allowed(problem, shape, (num_q, num_kv))
+    return Tiling(problem, shape, np.ascontiguousarray(state.T))
+
+
+def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
+    """A tiling given directly by its states (kv tiles x q tiles): for studies of schedules."""
+    return Tiling(problem, shape, np.ascontiguousarray(state, dtype=np.uint8))
+
+
+def _stack(
+    rows: npt.NDArray[np.int64], begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64], shape: tuple[int, int]
+) -> npt.NDArray[np.int64]:
+    """Count, per row band and column, the intervals begin:end that cover the column."""
+    end = np.maximum(begin, end)
+    width = shape[1] + 1
+    delta = np.bincount(rows * width + begin, minlength=shape[0] * width) - np.bincount(
+        rows * width + end, minlength=shape[0] * width
+    )
+    return np.cumsum(delta.reshape(shape[0], width), axis=1)[:, :-1]
+
+
+def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    cells = problem.mask.tiles
+    assert cells is not None
+    if cells.cell_m % shape.m or cells.cell_n % shape.n:
+        raise ValueError(
+            f"tile mask cells of {cells.cell_m}x{cells.cell_n} must be multiples of the tile {shape}: "
+            "choose a tile that divides them"
+        )
+    wide = cells.cells().repeat(cells.cell_m // shape.m, 0).repeat(cells.cell_n // shape.n, 1)
+    return wide[: grid_shape[0], : grid_shape[1]].astype(np.uint8)

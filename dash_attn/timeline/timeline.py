@@ -1,0 +1,80 @@
+"""Timeline: what ran where and when, simulated or measured; one type for both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+ROLES = ("compute", "reduce", "stall")
+COMPUTE, REDUCE, STALL = range(3)
+
+Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskNames:
+    """Per task: where it belongs."""
+
+    batch: Longs
+    q_head: Longs
+    q_tile: Longs
+    kv_tile: Longs
+    turn: Longs
+
+    def text(self, task: int) -> str:
+        """Short name of one task."""
+        return (
+            f"batch {self.batch[task]} head {self.q_head[task]} q {self.q_tile[task]} "
+            f"kv {self.kv_tile[task]} turn {self.turn[task]}"
+        )
+
+
+@dataclass(frozen=True)
+class Event:
+    """One stretch of one task in one role on one worker."""
+
+    worker: int
+    role: str
+    task: int
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Events as parallel arrays: event i is role[i] of task[i] on worker[i] from begin[i] to end[i], in `unit`s.
+
+    `overlapping`: reductions run beside the next task's compute (dQ writer warps) instead of after their own.
+    """
+
+    title: str
+    unit: str
+    workers: int
+    names: TaskNames
+    worker: Longs
+    role: Longs
+    task: Longs
+    begin: Floats
+    end: Floats
+    overlapping: bool = False
+
+    @property
+    def makespan(self) -> float:
+        return float(self.end.max(initial=0.0))
+
+    def total(self, role: str) -> float:
+        """Time summed over all events of a role."""
+        chosen = self.role == ROLES.index(role)
+        return float((self.end[chosen] - self.begin[chosen]).sum())
+
+    def __len__(self) -> int:
+        return len(self.begin)
+
+    def __iter__(self) -> Iterator[Event]:
+        columns = (self.worker, self.role, self.task, self.begin, self.end)
+        for worker, role, task, begin, end in zip(*(c.tolist() for c in columns), strict=True):
+            yield Event(worker, ROLES[role], task, begin, end)
