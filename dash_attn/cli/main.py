@@ -101,11 +101,11 @@ def simulate_command(
         from dash_attn import viz  # matplotlib takes a second to import
 
         if gantt is not None:
-            viz.gantt(result.timeline, gantt, lower_bound=result.lower_bound)
+            viz.gantt(result, gantt)
         if html is not None:
             viz.html([result], html)
         if perfetto is not None:
-            viz.perfetto(result.timeline, perfetto)
+            viz.perfetto(result, perfetto)
     if as_json:
         emit(row)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
 
@@ -77,10 +77,11 @@ def parse_model(name: str, compute: float | None, reduce: float | None) -> Model
     if name not in models:
         raise ValueError(f"--model {name!r}: choose paper or machine")
     base = models[name]
-    times = {
-        "compute": base.compute if compute is None else compute,
-        "reduce": base.reduce if reduce is None else reduce,
-    }
-    if times["compute"] <= 0 or times["reduce"] < 0:
+    model = replace(
+        base,
+        compute=base.compute if compute is None else compute,
+        reduce=base.reduce if reduce is None else reduce,
+    )
+    if model.compute <= 0 or model.reduce < 0:
         raise ValueError("--compute must be positive and --reduce not negative")
-    return type(base)(**times)
+    return model

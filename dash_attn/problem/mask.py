@@ -134,9 +134,9 @@ class Mask:
                     f"cu_seqlens must end at the number of tokens: "
                     f"{cu_q[-1]} of {len_q} queries, {cu_k[-1]} of {len_k} keys"
                 )
-            doc = np.searchsorted(cu_q, row, "right") - 1
-            begin, end = cu_k[doc], cu_k[doc + 1]
-            position = row - cu_q[doc + 1] + end
+            size = np.diff(cu_q)
+            begin, end = np.repeat(cu_k[:-1], size), np.repeat(cu_k[1:], size)
+            position = row + np.repeat(cu_k[1:] - cu_q[1:], size)
         lo = begin if self.left is None else np.maximum(begin, position - self.left)
         hi = end if self.right is None else np.minimum(end, position + self.right + 1)
         lo = np.minimum(lo, end)

@@ -88,7 +88,7 @@ def tile_table(tiling: Tiling) -> Table:
     kv, at = np.nonzero(padded[:, 1:] != padded[:, :-1])
     begin = padded[kv, at + 1] != 0
     # Between two changes of one row the state is constant, so a run ends at the next change.
-    length = np.concatenate([np.diff(at), [0]])
+    length = np.diff(at, append=0)
     state = padded[kv, at + 1]
     rows = np.stack([kv, at, length, state == TileState.PARTIAL], axis=1)[begin]
     table: Table = rows.astype(np.int32).reshape(-1, 4)

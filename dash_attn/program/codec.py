@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -35,16 +36,21 @@ def load(path: str | Path) -> Program:
     try:
         with np.load(path, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
-            if header["format"] != FORMAT:
-                raise ValueError(f"{path}: program format {header['format']}, this version reads {FORMAT}")
             arrays = {name: archive[name].astype(np.int32, casting="same_kind") for name in TABLES}
-            for name, array in arrays.items():
-                if array.shape[1:] != ((COLUMNS[name],) if name in COLUMNS else ()):
-                    raise ValueError(f"{path}: table {name} has shape {array.shape}")
-            geometry = Geometry(**header["geometry"])
-            program = Program(geometry, header["policy"], header["mask"], header["place"], **arrays)
-            if program.fingerprint != header["fingerprint"]:
-                raise ValueError(f"{path} is damaged: its order is not the one its fingerprint names")
-    except (OSError, KeyError, TypeError, zipfile.BadZipFile, json.JSONDecodeError) as error:
+        version = header["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path} is no dash_attn program: {error}") from error
+    if version != FORMAT:
+        raise ValueError(f"{path} has program format {version}, this version reads {FORMAT}")
+    for name, array in arrays.items():
+        if array.shape[1:] != ((COLUMNS[name],) if name in COLUMNS else ()):
+            raise ValueError(f"{path} is damaged: table {name} has shape {array.shape}")
+    try:
+        geometry = Geometry(**header["geometry"])
+        program = Program(geometry, header["policy"], header["mask"], header["place"], **arrays)
+        claimed = header["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: its header lacks or misnames {error}") from error
+    if program.fingerprint != claimed:
+        raise ValueError(f"{path} is damaged: its order is not the one its fingerprint names")
     return program

@@ -6,8 +6,9 @@ import heapq
 
 import numpy as np
 
-from dash_attn.program.program import Program
-from dash_attn.program.replay import FINISHED, Costs, Sequences, replay
+from dash_attn.jit import compiled
+from dash_attn.program.program import Longs, Program
+from dash_attn.program.replay import FINISHED, Costs, Floats, Sequences, replay
 
 # A chain's prologue and epilogue weigh about as much as this many tasks when bundles are balanced.
 CHAIN_OVERHEAD = 2.5
@@ -21,31 +22,38 @@ def bundles(program: Program) -> Sequences:
 def place(program: Program, workers: int) -> Sequences:
     """Deal bundles to workers in launch order: in rotation, or each to the worker with the least work so far.
 
-    With as many workers as the order needs co-resident, rotation cannot deadlock; balancing could, so what it
-    gives is replayed and rotation taken instead if it would.
+    Neither knows who waits for whom, so what they give is replayed. Where it would deadlock, a bundle goes to
+    whichever worker is free when bundles start in launch order: as many workers as the order needs always do.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    if program.place == "balanced":
-        placed = _gather(program, _balanced(program, workers), workers)
+    dealt = _gather(program, np.arange(program.num_bundles) % workers, workers)
+    rules = [_gather(program, _balanced(program, workers), workers)] if program.place == "balanced" else []
+    for placed in (*rules, dealt):
         if replay(program, placed, Costs()).status == FINISHED:
             return placed
-    return _gather(program, np.arange(program.num_bundles) % workers, workers)
+    started = replay(program, bundles(program), Costs(), resident=workers)
+    return dealt if started.resident > workers else _gather(program, started.seat, workers)
 
 
-def _balanced(program: Program, workers: int) -> np.ndarray:
+def _balanced(program: Program, workers: int) -> Longs:
     size = np.diff(program.task_first)[program.launch] + CHAIN_OVERHEAD
-    work = np.add.reduceat(size, program.bundle_first[:-1]) if program.num_bundles else size
-    load = [(0.0, worker) for worker in range(workers)]
-    owner = np.empty(program.num_bundles, np.int64)
-    for bundle, cost in enumerate(work.tolist()):
-        least, worker = load[0]
-        owner[bundle] = worker
-        heapq.heapreplace(load, (least + cost, worker))
+    owner: Longs = _least_loaded(np.add.reduceat(size, program.bundle_first[:-1]) if len(size) else size, workers)
     return owner
 
 
-def _gather(program: Program, owner: np.ndarray, workers: int) -> Sequences:
+@compiled
+def _least_loaded(work: Floats, workers: int) -> Longs:
+    load = [(0.0, worker) for worker in range(workers)]
+    owner = np.empty(len(work), np.int64)
+    for bundle in range(len(work)):
+        least, worker = load[0]
+        owner[bundle] = worker
+        heapq.heapreplace(load, (least + work[bundle], worker))
+    return owner
+
+
+def _gather(program: Program, owner: Longs, workers: int) -> Sequences:
     by_worker = np.argsort(owner, kind="stable")
     sizes = np.diff(program.bundle_first)
     begin = program.bundle_first[:-1][by_worker]

@@ -36,11 +36,13 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Outcome: `status`, the number of sequences that had to be resident, where each stands (chain, run, offset),
-    per sequence (end, busy, stalled, blocked), and per task (compute begin, end, reduce begin, end) if recorded."""
+    """Outcome: `status`, the number of sequences that had to be resident, which of so many places each took, where
+    each stands (chain, run, offset), per sequence (end, busy, stalled, blocked), and per task (compute begin, end,
+    reduce begin, end) if recorded."""
 
     status: int
     resident: int
+    seat: npt.NDArray[np.int64]
     standing: npt.NDArray[np.int64]
     totals: Floats
     times: Floats
@@ -65,14 +67,14 @@ def replay(
     total = len(sequences.first) - 1
     times = np.zeros((4, program.num_tasks if record else 0))
     numbers = np.array([costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue])
-    status, needed, standing, totals = _advance(
+    status, needed, seat, standing, totals = _advance(
         (program.chains, program.runs, program.target_base, program.task_first),
         (sequences.first, sequences.chains),
         (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
         (numbers, costs.depth, costs.writers),
         times,
     )
-    return Replay(status, needed, standing, totals, times)
+    return Replay(status, needed, seat, standing, totals, times)
 
 
 @compiled
@@ -96,16 +98,24 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
     writer_free = np.zeros((total, max(writers, 1)))
     ready = np.empty(total, np.int32)
     num_ready, admitted, finished = 0, 0, 0
+    seat, left = np.empty(total, np.int64), np.empty(total, np.int64)  # a sequence that ends leaves its seat
+    num_seats, num_left = 0, 0
     for s in range(total):
         standing[s, 0] = seq_first[s]
     while finished < total:
         while admitted < total and admitted - finished < resident:
+            if num_left > 0:
+                num_left -= 1
+                seat[admitted] = left[num_left]
+            else:
+                seat[admitted] = num_seats
+                num_seats += 1
             ready[num_ready] = admitted
             num_ready += 1
             admitted += 1
         if num_ready == 0:
             if admitted == total:
-                return STUCK, resident, standing, totals
+                return STUCK, resident, seat, standing, totals
             resident += 1
             continue
         num_ready -= 1
@@ -137,7 +147,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                     if have != turn:
                         standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
                         if have > turn:
-                            return PASSED, resident, standing[s : s + 1], totals
+                            return PASSED, resident, seat, standing[s : s + 1], totals
                         next_waiter[s] = waiter[target]
                         waiter[target] = s
                         wanted[s] = turn
@@ -199,4 +209,6 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
         if not waits:
             standing[s, 0] = p
             finished += 1
-    return FINISHED, resident, standing, totals
+            left[num_left] = seat[s]
+            num_left += 1
+    return FINISHED, resident, seat, standing, totals

@@ -92,7 +92,7 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, n = Tasks.of(tiling), tiling.num_kv
     chains, longs = np.arange(n), n - n // 2
     first, length = tiling.spans[:, 0], tiling.spans[:, 2] * tiling.problem.group
-    split = int(first[longs]) if longs < n else tiling.num_q
+    split = int(first[n // 2]) if n else 0
     circle = max(1, tiling.problem.group * (tiling.num_q - split))
     pair_window = windows(longs, min(width, circle))
     partner = np.minimum(chains, n - 1 - chains)
@@ -171,6 +171,8 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
     """Order a tiling by a policy: its name, 'name:width', or 'auto'."""
     choice = parse(policy) if isinstance(policy, str) else policy
     if choice.policy == "auto":
+        if choice.width is not None:
+            raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
         choice = choose(tiling)
     if choice.policy not in POLICIES:
         raise ValueError(f"unknown policy {choice.policy!r}: choose from auto, {', '.join(POLICIES)}")

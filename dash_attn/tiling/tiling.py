@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.jit import compiled
 from dash_attn.problem import Problem
 
 
@@ -89,19 +90,11 @@ class Tiling:
 def tile(problem: Problem, shape: TileShape) -> Tiling:
     """Cut the problem's planes into tiles of `shape` and find the state of each."""
     num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
-    lo, hi = (x.astype(np.int64) for x in problem.mask.intervals(problem.len_q, problem.len_k))
-    lo, hi = np.where(lo < hi, lo, 0), np.where(lo < hi, hi, 0)
-    rows = np.arange(problem.len_q) // shape.m
-    # In how many rows of the q tile is the tile touched, and in how many wholly inside the interval?
-    touched = _stack(rows, lo // shape.n, -(-hi // shape.n), (num_q, num_kv))
-    inside = _stack(rows, -(-lo // shape.n), hi // shape.n, (num_q, num_kv))
-    height = np.bincount(rows, minlength=num_q)[:, None]
-    state = np.where(
-        touched == 0, TileState.EMPTY, np.where(inside == height, TileState.FULL, TileState.PARTIAL)
-    ).astype(np.uint8)
+    lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
+    state = _states(lo, hi, shape.m, shape.n, num_kv)
     if problem.mask.tiles is not None:
-        state *= _allowed(problem, shape, (num_q, num_kv))
-    return Tiling(problem, shape, np.ascontiguousarray(state.T))
+        state *= _allowed(problem, shape, (num_q, num_kv)).T
+    return Tiling(problem, shape, state)
 
 
 def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
@@ -109,16 +102,29 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     return Tiling(problem, shape, np.ascontiguousarray(state, dtype=np.uint8))
 
 
-def _stack(
-    rows: npt.NDArray[np.int64], begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64], shape: tuple[int, int]
-) -> npt.NDArray[np.int64]:
-    """Count, per row band and column, the intervals begin:end that cover the column."""
-    end = np.maximum(begin, end)
-    width = shape[1] + 1
-    delta = np.bincount(rows * width + begin, minlength=shape[0] * width) - np.bincount(
-        rows * width + end, minlength=shape[0] * width
-    )
-    return np.cumsum(delta.reshape(shape[0], width), axis=1)[:, :-1]
+@compiled
+def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], m: int, n: int, num_kv: int) -> npt.NDArray[np.uint8]:
+    """A tile is touched if any row's interval reaches it, full if every row's covers it."""
+    rows = len(lo)
+    state = np.empty((num_kv, -(-rows // m)), np.uint8)
+    for band in range(state.shape[1]):
+        touched, covered = np.zeros(num_kv + 1, np.int64), np.zeros(num_kv + 1, np.int64)
+        last = min(rows, (band + 1) * m)
+        for row in range(band * m, last):
+            if lo[row] < hi[row]:
+                touched[lo[row] // n] += 1
+                touched[-(-hi[row] // n)] -= 1
+                inner, outer = -(-lo[row] // n), hi[row] // n
+                if inner < outer:
+                    covered[inner] += 1
+                    covered[outer] -= 1
+        touching, covering = 0, 0
+        for tile in range(num_kv):
+            touching += touched[tile]
+            covering += covered[tile]
+            full = covering == last - band * m
+            state[tile, band] = TileState.EMPTY if touching == 0 else TileState.FULL if full else TileState.PARTIAL
+    return state
 
 
 def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
