@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dash_attn import cpu, viz
-from dash_attn.cli.tables import policy_rows, policy_table
+from dash_attn.cli.tables import console, policy_rows, policy_table
 from dash_attn.plan import Plan, placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 from dash_attn.schedule import applicable
@@ -38,19 +37,19 @@ class Outcome:
 
 def run_demo(out: Path, quick: bool) -> None:
     """Print what was found and write the report."""
-    console = Console()
+    screen = console()
     began = time.perf_counter()
     length, shape = (512, TileShape(64, 64)) if quick else (1024, TileShape(128, 128))
     problems = {str(mask): Problem(1, 4, 2, length, length, 64, "float32", None, mask) for mask in (FULL, CAUSAL)}
     jobs = [(p, name) for p in problems.values() for name in applicable(tile(p, shape))]
     threads = torch.get_num_threads()
-    console.print(
+    screen.print(
         f"Backend: CPU, {threads} threads. Attention forward and backward, batch 1, {length} tokens, "
         f"4 query and 2 key/value heads, head dim 64, fp32, tiles {shape}."
     )
     outcomes, control = [], {}
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=screen, transient=True) as progress:
         bar = progress.add_task("", total=len(jobs) + len(problems))
         for mask, problem in problems.items():
             case = Case.make(problem)
@@ -62,9 +61,9 @@ def run_demo(out: Path, quick: bool) -> None:
             control[mask] = case.unordered(plan(problem, shape, "fa3"))
             progress.advance(bar)
 
-    console.print(_run_table(outcomes))
+    screen.print(_run_table(outcomes))
     for mask, deviation in control.items():
-        console.print(
+        screen.print(
             f"Control, {mask} mask: without turns, contributions added as they come, {REPEATS} runs differ by up to "
             f"{deviation:.1e}" + ("" if deviation else " [yellow](they happened to agree: run again)[/]")
         )
@@ -79,10 +78,10 @@ def run_demo(out: Path, quick: bool) -> None:
     ]
     for mask, (workers, heads) in {"full": (16, 4), "causal": (16, 4)}.items():
         section, table = _schedules(problems[mask].mask, workers, heads)
-        console.print(table)
+        screen.print(table)
         sections.append(section)
     path = viz.report(out, sections, title="dash_attn: deterministic attention, policy by policy")
-    console.print(f"Wrote [bold]{path.resolve()}[/] in {time.perf_counter() - began:.0f} s: open it in a browser.")
+    screen.print(f"Wrote [bold]{path.resolve()}[/] in {time.perf_counter() - began:.0f} s: open it in a browser.")
     if not all(outcome.same_bits for outcome in outcomes):
         raise ValueError("some policy did not repeat bit for bit: this is a bug")
 
@@ -106,7 +105,7 @@ class Case:
         q = draw(problem.len_q, problem.heads_q)
         k, v = draw(problem.len_k, problem.heads_kv), draw(problem.len_k, problem.heads_kv)
         dout = draw(problem.len_q, problem.heads_q)
-        out, lse = cpu.forward(q, k, v, problem)
+        out, lse = cpu.forward(problem, q, k, v)
         exact = _torch_gradients(problem, *(x.double() for x in (dout, q, k, v)))
         plain = _torch_gradients(problem, dout, q, k, v)
         return Case(problem, cpu.Operands(dout, q, k, v, out, lse), exact, _deviation(plain, exact))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dash_attn import __version__
-from dash_attn.cli.tables import fact_table, policy_rows, policy_table, show, simulation_row
+from dash_attn.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row
 from dash_attn.cli.workload import Workload, parse_model
 from dash_attn.program import load, place, save
 from dash_attn.schedule import POLICIES, applicable
@@ -109,7 +109,7 @@ def simulate_command(
     if as_json:
         emit(row)
     else:
-        show(fact_table(row, f"{program.policy} on {program.mask}, {result.model.name} model"))
+        console().print(fact_table(row, f"{program.policy} on {program.mask}, {result.model.name} model"))
         for path in (save_to, gantt, html, perfetto):
             if path is not None:
                 typer.echo(f"wrote {path}")
@@ -148,7 +148,7 @@ def compare(
         emit(rows)
         return
     size = f"{heads} heads, {count} workers, {chosen.name} model"
-    show(policy_table(rows, f"{workload.tiling().problem.mask} mask, {size}"))
+    console().print(policy_table(rows, f"{workload.tiling().problem.mask} mask, {size}"))
     if html is not None:
         typer.echo(f"wrote {html}")
 
@@ -180,7 +180,7 @@ def search_command(
     if as_json:
         emit(rows)
         return
-    show(policy_table(rows, f"{mask} mask, {heads} heads, {count} workers, paper model"))
+    console().print(policy_table(rows, f"{mask} mask, {heads} heads, {count} workers, paper model"))
     for row in rows:
         if "optimal" in row:
             verdict = (
@@ -289,7 +289,7 @@ def explain(
     if as_json:
         emit(facts)
     else:
-        show(fact_table(facts, f"{batch} x {seqlen} tokens, {heads} heads"))
+        console().print(fact_table(facts, f"{batch} x {seqlen} tokens, {heads} heads"))
 
 
 @app.command()

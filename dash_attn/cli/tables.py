@@ -91,7 +91,6 @@ def fact_table(facts: Mapping[str, object], title: str) -> Table:
     return table
 
 
-def show(table: Table) -> None:
-    """Print a table to standard output, as wide as it needs to be when nobody looks at a terminal."""
-    console = Console()
-    Console(width=None if console.is_terminal else 140).print(table)
+def console() -> Console:
+    """Standard output, wide enough for every table when it is no terminal."""
+    return Console(width=None if Console().is_terminal else 140)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -103,6 +104,8 @@ class Program:
     bundle_first: Table
 
     def __post_init__(self) -> None:
+        if self.place not in get_args(PlaceRule):
+            raise ValueError(f"unknown place rule {self.place!r}: choose from {', '.join(get_args(PlaceRule))}")
         for name in ("tiles", "chains", "runs", "launch", "bundle_first"):
             array = getattr(self, name)
             if array.dtype != np.int32:
@@ -171,13 +174,12 @@ class Program:
     def fingerprint(self) -> str:
         """Hash of the order, however it is run-length coded; launch and placement are not in it."""
         digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
-        rows, seen = [], dict[tuple[int, int], int]()
-        for chain in self.chains[np.lexsort(self.chains[:, 2::-1].T)].tolist():
-            rows.append((*chain[:3], seen.setdefault((chain[3], chain[4]), len(seen))))
-        digest.update(np.asarray(rows, np.int64).tobytes())
-        for first, count in seen:
-            order = np.stack(unroll(self.runs[first : first + count])[:4])
-            digest.update(np.int64(order.shape[1]).tobytes() + order.tobytes())
+        orders = dict[tuple[int, int], bytes]()  # chains that share their runs are read once
+        for *name, first, count in self.chains[np.lexsort(self.chains[:, 2::-1].T)].tolist():
+            if (first, count) not in orders:
+                visits = np.stack(unroll(self.runs[first : first + count])[:4])
+                orders[first, count] = hashlib.sha256(visits.tobytes()).digest()
+            digest.update(np.array(name).tobytes() + orders[first, count])
         return digest.hexdigest()[:16]
 
 

@@ -38,7 +38,7 @@ class Costs:
 class Replay:
     """Outcome: `status`, the number of sequences that had to be resident, which of so many places each took, where
     each stands (chain, run, offset), per sequence (end, busy, stalled, blocked), and per task (compute begin, end,
-    reduce begin, end) if recorded."""
+    writer ready, turn come, landed) if recorded."""
 
     status: int
     resident: int
@@ -65,7 +65,7 @@ def replay(
     else can move. What is reached with few is also reached with more, so the final count is the least that works.
     """
     total = len(sequences.first) - 1
-    times = np.zeros((4, program.num_tasks if record else 0))
+    times = np.zeros((5, program.num_tasks if record else 0))
     numbers = np.array([costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue])
     status, needed, seat, standing, totals = _advance(
         (program.chains, program.runs, program.target_base, program.task_first),
@@ -155,6 +155,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                         break
                     begin = t
                     stop = begin + cost
+                    writer_ready = stop
                     if depth == 0:
                         grant = max(stop, released[target])
                         landed = grant + reduce
@@ -177,7 +178,8 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                     totals[s, 0] = max(totals[s, 0], landed)
                     released[target] = landed + handoff
                     if record:
-                        times[0, task], times[1, task], times[2, task], times[3, task] = begin, stop, grant, landed
+                        times[0, task], times[1, task], times[2, task] = begin, stop, writer_ready
+                        times[3, task], times[4, task] = grant, landed
                         task += 1
                     counter[target] = turn + 1
                     done += 1

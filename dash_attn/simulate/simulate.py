@@ -63,7 +63,7 @@ class Simulation:
     @property
     def gap(self) -> float:
         """Makespan over the lower bound, minus one."""
-        return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
+        return max(0.0, self.makespan / self.lower_bound - 1) if self.lower_bound else 0.0
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -120,17 +120,17 @@ def task_names(program: Program) -> TaskNames:
 def timeline_of(simulation: Simulation) -> Timeline:
     """Events of a recorded simulation."""
     program, placement = simulation.program, simulation.placement
-    begin, stop, grant, landed = simulation.outcome.times
+    begin, stop, ready, grant, landed = simulation.outcome.times
     worker_of_chain = np.empty(len(program.chains), np.int64)
     worker_of_chain[placement.chains] = np.repeat(np.arange(simulation.workers), np.diff(placement.first))
     worker = np.repeat(worker_of_chain, np.diff(program.task_first))
     task = np.arange(program.num_tasks)
-    waited = grant > stop
+    waited = grant > ready
     overlapping = simulation.model.costs().depth > 0
     parts = [
         (COMPUTE, task, begin, stop),
         (REDUCE, task, grant, landed),
-        (STALL, task[waited], stop[waited], grant[waited]),
+        (STALL, task[waited], ready[waited], grant[waited]),
     ]
     return Timeline(
         f"{program.policy}, {program.mask}",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.program import Costs, Program, Sequences, Task, bundles, place, replay
+from dash_attn.program import Costs, Program, Sequences, Task, TaskArrays, bundles, place, replay
 from dash_attn.program.program import Longs, Table
 from dash_attn.program.replay import PASSED, STUCK, Replay
 
@@ -95,7 +95,9 @@ def _check_cover(program: Program) -> None:
     g = program.geometry
     state = np.zeros((g.num_kv, g.num_q), np.int8)  # 0 empty, 1 full, 2 partial
     for kv, first, count, partial in program.tiles.tolist():
-        state[kv, first : first + count] += 1 + partial
+        inside = 0 <= kv < g.num_kv and 0 <= first < first + count <= g.num_q and partial in (0, 1)
+        _require(inside and not state[kv, first : first + count].any(), "the tile table is broken")
+        state[kv, first : first + count] = 1 + partial
     at = _distinct(program.chains[:, 2:])
     distinct = program.chains[at, 2:]
     kind, row, run, offset = _cover(distinct, program.runs, state, g.group)
@@ -195,6 +197,11 @@ def _check_placement(program: Program, placement: Sequences, workers: int | None
         np.array_equal(np.sort(placement.chains), np.arange(len(program.chains))),
         "the placement must hold every chain once",
     )
+    first = placement.first
+    _require(
+        len(first) > 1 and first[0] == 0 and first[-1] == len(program.chains) and bool((np.diff(first) >= 0).all()),
+        "the placement must cut its chains into the parts of at least one worker",
+    )
     outcome = replay(program, placement, Costs())
     if outcome.status == STUCK:
         message, tasks = _cycle(program, placement, outcome)
@@ -203,36 +210,36 @@ def _check_placement(program: Program, placement: Sequences, workers: int | None
 
 def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str, tuple[Task, ...]]:
     """Follow who waits for whom from the first stuck sequence until one comes up again."""
-    stuck = {}
+    tasks = program.expand()
+    standing = {}
     for s, (position, run, offset) in enumerate(outcome.standing.tolist()):
-        if run >= 0 and position < sequences.first[s + 1]:
-            stuck[s] = program.task(int(sequences.chains[position]), run, offset)
-    where = {}  # which stuck sequence still holds a given (plane, q tile, kv tile)
-    position_of = np.empty(len(program.chains), np.int64)
-    position_of[sequences.chains] = np.arange(len(program.chains))
-    expanded = program.expand()
-    for s in stuck:
-        where[s] = int(outcome.standing[s, 0])
-    path: list[int] = []
-    s = next(iter(stuck), -1)
-    while s >= 0 and s not in path:
+        if position < sequences.first[s + 1]:
+            chain = int(sequences.chains[position])
+            done = int(program.runs[program.chains[chain, 3] : run, 3].sum()) + offset
+            standing[s] = int(program.task_first[chain]) + done
+    holder = np.empty(len(program.chains), np.int64)
+    holder[sequences.chains] = np.repeat(np.arange(len(sequences.first) - 1), np.diff(sequences.first))
+    awaited, path = dict[int, int](), list[int]()
+    s = min(standing)
+    while s not in path:
         path.append(s)
-        task = stuck[s]
-        target = (
-            task.batch * program.geometry.heads_kv * program.geometry.group + task.q_head
-        ) * program.geometry.num_q + task.q_tile
-        rivals = np.flatnonzero((expanded.target == target) & (expanded.turn < task.turn))
-        s = -1
-        for rival in rivals[np.argsort(-expanded.turn[rivals])]:
-            position = position_of[expanded.chain[rival]]
-            holder = int(np.searchsorted(sequences.first, position, "right")) - 1
-            if holder in stuck and holder != path[-1] and position >= where[holder]:
-                s = holder
-                break
-    loop = path[path.index(s) :] if s in path else path
-    tasks = tuple(stuck[x] for x in loop)
-    chained = " waits for ".join(str(task) for task in (*tasks, tasks[0])) if s in path else ", ".join(map(str, tasks))
-    return f"the order has a cycle: {chained}", tasks
+        t = standing[s]
+        # Turns up to this one are open, so whoever has the one before it is unfinished, and stuck as well.
+        awaited[s] = int(np.flatnonzero((tasks.target == tasks.target[t]) & (tasks.turn == tasks.turn[t] - 1))[0])
+        s = int(holder[tasks.chain[awaited[s]]])
+    ring = path[path.index(s) :]
+    parts, named = [], dict[int, Task]()
+    for s, after in zip(ring, [*ring[1:], ring[0]], strict=True):
+        numbers = (standing[s], awaited[s], standing[after])
+        waits, comes, stands = (named.setdefault(t, _task(program, tasks, t)) for t in numbers)
+        parts.append(f"{waits} waits for {comes}" + ("" if comes == stands else f", which comes after {stands}"))
+    return "the order has a cycle: " + "; ".join(parts), tuple(named.values())
+
+
+def _task(program: Program, tasks: TaskArrays, t: int) -> Task:
+    batch, kv_head, kv_tile = program.chains[tasks.chain[t], :3].tolist()
+    q_head = kv_head * program.geometry.group + int(tasks.head[t])
+    return Task(batch, q_head, int(tasks.q[t]), kv_tile, int(tasks.turn[t]), bool(tasks.partial[t]))
 
 
 def _passed(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str, tuple[Task, ...]]:

@@ -77,7 +77,7 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--model", "other"], "--model"),
         (["simulate", "--compute", "-1"], "--compute"),
         (["simulate", "--seqlen", "4096", "--tile", "64"], "--tile"),
-        (["simulate", "--gantt", "/nonexistent-folder/x.png"], "nonexistent-folder"),
+        (["simulate", "--gantt", "/dev/null/x.png"], "/dev/null"),
         (["verify"], "file"),
         (["verify", "/nonexistent"], "no such file"),
         (["explain", "--heads", "6", "--kv-heads", "4"], "multiple"),

@@ -31,9 +31,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 TOP = frozenset({"__init__", "__main__"})
 MAY_IMPORT_TOP = frozenset({"cli"})
 
-WITHOUT_TORCH = frozenset(
-    {"jit", "problem", "tiling", "schedule", "program", "verify", "timeline", "simulate"}
-)
+WITHOUT_TORCH = frozenset({"jit", "problem", "tiling", "schedule", "program", "verify", "timeline", "simulate"})
 # Beside these, any module named replay.py may import numba.
 NUMBA_MODULES = frozenset({"dash_attn/jit.py"})
 
@@ -274,9 +272,9 @@ def test_collects_every_kind_of_import() -> None:
 
 
 def test_relative_imports_of_a_package_start_at_itself() -> None:
-    assert [
-        item.target for item in imports_of("from .mask import Mask", "dash_attn.problem", is_package=True)
-    ] == ["dash_attn.problem.mask.Mask"]
+    assert [item.target for item in imports_of("from .mask import Mask", "dash_attn.problem", is_package=True)] == [
+        "dash_attn.problem.mask.Mask"
+    ]
 
 
 @pytest.mark.parametrize(
