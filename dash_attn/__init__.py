@@ -1,3 +1,43 @@
 """dash_attn: deterministic attention for training. A schedule is data."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "CAUSAL",
+    "FULL",
+    "Mask",
+    "Problem",
+    "TileShape",
+    "__version__",
+    "attention",
+    "backward",
+    "documents",
+    "explain",
+    "tiles",
+    "window",
+]
+
+if TYPE_CHECKING:
+    from dash_attn.api import attention, backward, explain
+    from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+    from dash_attn.tiling import TileShape
+
+# Loaded on first use: torch alone takes seconds, and most of the package does without it.
+_HOME = {
+    **dict.fromkeys(("attention", "backward", "explain"), "dash_attn.api"),
+    **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem", "documents", "tiles", "window"), "dash_attn.problem"),
+    "TileShape": "dash_attn.tiling",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dash_attn' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
