@@ -1,8 +1,8 @@
 """The paper's makespans in closed form: n tiles on n workers, m heads, compute c, reduce r.
 
 `exact` says when the simulator agrees to the last bit of arithmetic. Elsewhere the formula is an approximation:
-descending with r > c keeps colliding inside the head, and an odd number of heads leaves half the workers idle at
-the end.
+descending with r > c keeps colliding inside the head, an odd number of heads leaves half the workers idle at the
+end, and an odd number of tiles leaves the middle chain of symmetric_shift without a partner.
 """
 
 from __future__ import annotations
