@@ -29,7 +29,11 @@ app = typer.Typer(
 
 MaskArg = Annotated[
     str,
-    typer.Option("--mask", help="full, causal, window:LEFT,RIGHT, documents:LENGTH,..., causal-documents:LENGTH,..."),
+    typer.Option(
+        "--mask",
+        help="full, causal, window:LEFT,RIGHT, documents:LENGTH,..., causal-documents:LENGTH,... in tokens; "
+        "without --seqlen the smaller tiles are 2 tokens wide",
+    ),
 ]
 QTiles = Annotated[int, typer.Option("--q-tiles", help="q tiles of a head")]
 KvTiles = Annotated[int, typer.Option("--kv-tiles", help="kv tiles of a head")]
