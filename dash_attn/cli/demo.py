@@ -71,8 +71,8 @@ def run_demo(out: Path, quick: bool) -> None:
         viz.Section(
             "What ran on this machine",
             f"{length} tokens, 4 query and 2 key/value heads, head dim 64, fp32, CPU with {threads} threads. Every "
-            f"policy ran {REPEATS} times, with {threads}, 1 and 2 threads and random delays; same bits means that dQ, dK "
-            "and dV never differed in a single bit. The error is the largest deviation from float64 of any gradient.",
+            f"policy ran {REPEATS} times, with {threads}, 1 and 2 threads and random delays; same bits means that dQ, "
+            "dK and dV never differed in a single bit. The error is the largest deviation of a gradient from float64.",
             _run_rows(outcomes),
         )
     ]

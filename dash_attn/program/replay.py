@@ -91,6 +91,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
     next_waiter = np.full(total, -1, np.int32)
     wanted = np.zeros(total, np.int32)
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
+    paused = np.zeros(total, np.int64)  # the same place as a task number
     clock = np.zeros(total)
     totals = np.zeros((total, 4))
     tasks_done = np.zeros(total, np.int64)
@@ -126,16 +127,12 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
         while p < seq_first[s + 1]:
             c = seq_chains[p]
             end = chains[c, 3] + chains[c, 4]
+            task = task_first[c] if j < 0 else paused[s]
             if j < 0:
                 j, o = chains[c, 3], 0
                 t += prologue
                 totals[s, 1] += prologue
             done = tasks_done[s]
-            task = task_first[c]
-            if record:
-                for i in range(chains[c, 3], j):
-                    task += runs[i, 3]
-                task += o
             while j < end:
                 first = base[c] + runs[j, 0] * num_q + runs[j, 1]
                 step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
@@ -146,6 +143,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                     have = counter[target]
                     if have != turn:
                         standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
+                        paused[s] = task
                         if have > turn:
                             return PASSED, resident, seat, standing[s : s + 1], totals
                         next_waiter[s] = waiter[target]

@@ -273,10 +273,10 @@ def _schedule(work: Work, times: Times, workers: int) -> Schedule:
     begin = [min(times.begin[tasks].tolist(), default=0) for tasks in work.chains]
     free: list[tuple[int, int, list[int]]] = [(0, worker, []) for worker in range(workers)]
     for c in sorted(range(groups * n), key=lambda c: (begin[c], -len(work.chains[c]))):
-        _, worker, line = free[0]
+        since, worker, line = free[0]
         line.append(c)
-        end = max((int(times.grant[t]) + work.reduce for t in work.chains[c]), default=begin[c])
-        heapq.heapreplace(free, (end, worker, line))
+        until = max((int(times.grant[t]) + work.reduce for t in work.chains[c]), default=since)
+        heapq.heapreplace(free, (until, worker, line))
     lines = [line for _, _, line in sorted(free, key=lambda entry: entry[1]) if line]
     launch = np.array([c for line in lines for c in line], np.int64)
     cut = np.concatenate([[0], np.cumsum([len(line) for line in lines])]).astype(np.int64)

@@ -83,10 +83,10 @@ def depth_monotone(program: Program, placement: Sequences | None = None) -> bool
     """
     sequences = bundles(program) if placement is None else placement
     length = np.diff(program.task_first)[sequences.chains]
-    run_up = np.cumsum(length) - length
-    begin = np.repeat(run_up[sequences.first[:-1].clip(max=max(len(run_up) - 1, 0))], np.diff(sequences.first))
+    run_up = np.concatenate([[0], np.cumsum(length)])
+    begin = np.repeat(run_up[sequences.first[:-1]], np.diff(sequences.first))
     chain_start = np.empty(len(program.chains), np.int64)
-    chain_start[sequences.chains] = run_up - begin
+    chain_start[sequences.chains] = run_up[:-1] - begin
     tasks = program.expand()
     step = np.arange(program.num_tasks) - program.task_first[tasks.chain] + chain_start[tasks.chain]
     by_target = np.lexsort((tasks.turn, tasks.target))

@@ -99,7 +99,11 @@ def tile(problem: Problem, shape: TileShape) -> Tiling:
 
 def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     """A tiling given directly by its states (kv tiles x q tiles): for studies of schedules."""
-    return Tiling(problem, shape, np.ascontiguousarray(state, dtype=np.uint8))
+    states = np.ascontiguousarray(state, dtype=np.uint8)
+    expected = (-(-problem.len_k // shape.n), -(-problem.len_q // shape.m))
+    if states.shape != expected or states.max(initial=0) > TileState.FULL:
+        raise ValueError(f"states must be 0, 1 or 2 for each of {expected[0]} kv tiles x {expected[1]} q tiles")
+    return Tiling(problem, shape, states)
 
 
 @compiled

@@ -1,0 +1,165 @@
+"""Masks against the plainest possible reading of their words, element by element."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.problem import CAUSAL, FULL, Documents, Mask, TileMask, documents, tiles, window
+from tests.strategies import boundaries, document_masks, examples, lengths, masks, tile_masks, windows
+
+
+def brute(mask: Mask, len_q: int, len_k: int) -> np.ndarray:
+    """Pair by pair, from the definitions: positions aligned at the end of the sequence or of the document."""
+    allowed = np.zeros((len_q, len_k), bool)
+    cu_q, cu_k = (0, len_q), (0, len_k)
+    if mask.documents is not None:
+        cu_q, cu_k = mask.documents.cu_q, mask.documents.cu_k
+    for d in range(len(cu_q) - 1):
+        for i in range(cu_q[d], cu_q[d + 1]):
+            for j in range(cu_k[d], cu_k[d + 1]):
+                # The last query of a document stands at its last key.
+                ahead = (cu_k[d + 1] - 1 - j) - (cu_q[d + 1] - 1 - i)
+                allowed[i, j] = (mask.left is None or ahead <= mask.left) and (
+                    mask.right is None or -ahead <= mask.right
+                )
+                if mask.tiles is not None:
+                    allowed[i, j] &= mask.tiles.cells()[i // mask.tiles.cell_m, j // mask.tiles.cell_n]
+    return allowed
+
+
+@st.composite
+def masks_with_lengths(draw: st.DrawFn) -> tuple[Mask, int, int]:
+    len_q, len_k = draw(lengths), draw(lengths)
+    mask = draw(masks(len_q, len_k))
+    return (mask & draw(tile_masks(len_q, len_k)) if draw(st.booleans()) else mask), len_q, len_k
+
+
+@examples(300)
+@given(masks_with_lengths())
+def test_dense_is_the_definition(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    np.testing.assert_array_equal(mask.dense(len_q, len_k), brute(mask, len_q, len_k))
+
+
+@examples(200)
+@given(masks_with_lengths())
+def test_intervals_are_the_rows_of_dense(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    lo, hi = mask.intervals(len_q, len_k)
+    assert lo.dtype == hi.dtype == np.int32
+    assert (lo >= 0).all() and (lo <= hi).all() and (hi <= len_k).all()
+    key = np.arange(len_k)
+    without_tiles = Mask(mask.left, mask.right, mask.documents).dense(len_q, len_k)
+    np.testing.assert_array_equal((key >= lo[:, None]) & (key < hi[:, None]), without_tiles)
+
+
+def test_causal_is_aligned_at_the_bottom_right() -> None:
+    np.testing.assert_array_equal(CAUSAL.dense(2, 4), [[1, 1, 1, 0], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(CAUSAL.dense(4, 2), [[0, 0], [0, 0], [1, 0], [1, 1]])
+
+
+def test_documents_align_each_at_its_own_end() -> None:
+    mask = documents([0, 1, 1, 3], [0, 2, 3, 4], causal=True)
+    np.testing.assert_array_equal(mask.dense(3, 4), [[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 1]])
+
+
+def test_constructors() -> None:
+    assert FULL.is_full and not FULL.is_causal and CAUSAL.is_causal and not CAUSAL.is_full
+    assert window(-1, 0) == CAUSAL and window(-1, -1) == window(None, None) == FULL
+    assert documents([0, 3]) == documents(np.array([0, 3], np.int32), (0, 3))
+    assert documents([0, 3], causal=True) == CAUSAL & documents([0, 3])
+    cells = np.array([[True, False, True]])
+    np.testing.assert_array_equal(TileMask.of(cells, 2, 1).cells(), cells)
+    assert hash(tiles(cells, 2, 1)) == hash(tiles(cells.copy(), 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (FULL, "full"),
+        (CAUSAL, "causal"),
+        (window(3, 0), "window(3, 0)"),
+        (window(None, 2), "window(inf, 2)"),
+        (documents([0, 2, 5], causal=True), "causal & documents(2)"),
+        (tiles([[1, 0]], 64, 128), "tiles(1x2 of 64x128)"),
+    ],
+)
+def test_text(mask: Mask, text: str) -> None:
+    assert str(mask) == text
+
+
+# ---- intersections -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def in_one_frame(draw: st.DrawFn) -> tuple[list[Mask], int, int]:
+    """Three masks that count positions alike: either no documents, or documents with as many queries as keys."""
+    len_q = draw(lengths)
+    if draw(st.booleans()):
+        len_k = draw(lengths)
+        parts = windows() | st.sampled_from([FULL, CAUSAL])
+    else:
+        len_k = len_q
+        cu = st.integers(1, 4).flatmap(lambda count: boundaries(len_q, count))
+        parts = windows() | st.builds(lambda cu, causal: documents(cu, causal=causal), cu, st.booleans())
+    cell = draw(tile_masks(len_q, len_k)).tiles
+    assert cell is not None
+    on_grid = st.builds(
+        lambda flip: Mask(tiles=TileMask.of(cell.cells() ^ flip, cell.cell_m, cell.cell_n)), st.booleans()
+    )
+    return draw(st.lists(parts | on_grid, min_size=3, max_size=3)), len_q, len_k
+
+
+@examples(300)
+@given(in_one_frame())
+def test_intersection_is_elementwise_and(drawn: tuple[list[Mask], int, int]) -> None:
+    (a, b, c), len_q, len_k = drawn
+    dense = lambda mask: mask.dense(len_q, len_k)  # noqa: E731
+    np.testing.assert_array_equal(dense(a & b), dense(a) & dense(b))
+    np.testing.assert_array_equal(dense(a & b), dense(b & a))
+    np.testing.assert_array_equal(dense((a & b) & c), dense(a & (b & c)))
+    np.testing.assert_array_equal(dense((a & b) & c), dense(a) & dense(b) & dense(c))
+    assert a & a == a and a & FULL == a == FULL & a
+
+
+@examples(200)
+@given(st.data())
+def test_documents_of_unequal_lengths_intersect_to_what_shares_both(data: st.DataObject) -> None:
+    """Without a window no position is counted, so any two document masks intersect element by element."""
+    len_q, len_k = data.draw(lengths), data.draw(lengths)
+    a, b = (Mask(documents=data.draw(document_masks(len_q, len_k)).documents) for _ in range(2))
+    np.testing.assert_array_equal((a & b).dense(len_q, len_k), a.dense(len_q, len_k) & b.dense(len_q, len_k))
+    np.testing.assert_array_equal((a & b).dense(len_q, len_k), (b & a).dense(len_q, len_k))
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", [[], [0], [1, 2], [0, 3, 2], [0, -1]])
+def test_bad_boundaries(cu: list[int]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0"):
+        documents(cu)
+    with pytest.raises(ValueError, match="cu_seqlens_k must start at 0"):
+        documents([0, 1], cu)
+
+
+def test_errors_say_what_was_wrong() -> None:
+    with pytest.raises(ValueError, match="same number of documents, got 1 and 2"):
+        Documents((0, 4), (0, 2, 4))
+    with pytest.raises(ValueError, match=r"window left must be None .* got -2"):
+        window(-2, 0)
+    with pytest.raises(ValueError, match=r"window right must be None .* got -3"):
+        Mask(right=-3)
+    with pytest.raises(ValueError, match="got 3 dimensions"):
+        tiles(np.zeros((1, 1, 1)), 1, 1)
+    with pytest.raises(ValueError, match="at least 1x1, got 0x4"):
+        tiles(np.zeros((1, 1)), 0, 4)
+    with pytest.raises(ValueError, match=r"only on one grid, got \(1x1 of 2x2\) and \(1x2 of 2x2\)"):
+        tiles([[1]], 2, 2) & tiles([[1, 1]], 2, 2)
+    with pytest.raises(ValueError, match="cannot intersect documents over 3 and 4 tokens"):
+        documents([0, 3]) & documents([0, 4])
+    with pytest.raises(ValueError, match="3 of 4 queries, 3 of 4 keys"):
+        documents([0, 3]).dense(4, 4)

@@ -1,0 +1,252 @@
+"""Every policy, on every mask it applies to, gives a program that verifies; and the orders are those of the paper."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.program import build, place
+from dash_attn.schedule import AUTO_WIDTH, POLICIES, Choice, Schedule, Template, applicable, choose, parse, schedule
+from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.verify import verify
+from tests.strategies import examples, tilings
+
+EVERYWHERE = ["fa3", "spt", "descending", "search"]
+
+
+def square(n: int, mask: Mask, group: int = 1, heads_kv: int = 1) -> Tiling:
+    """One tile a token: n x n tiles."""
+    return tile(Problem(1, heads_kv * group, heads_kv, n, n, mask=mask), TileShape(1, 1))
+
+
+def chains(template: Template) -> list[list[tuple[int, int, int]]]:
+    """(head, q tile, turn) of each visit of each chain."""
+    rows = list(zip(template.head.tolist(), template.q.tolist(), template.turn.tolist(), strict=True))
+    return [rows[a:b] for a, b in pairwise(template.first.tolist())]
+
+
+def bundles(order: Schedule) -> list[tuple[int, ...]]:
+    return [tuple(order.launch[a:b].tolist()) for a, b in pairwise(order.bundle_first.tolist())]
+
+
+# ---- every policy is valid wherever it applies -------------------------------------------------------------
+
+
+@examples(300)
+@given(st.data())
+def test_every_applicable_policy_verifies(data: st.DataObject) -> None:
+    tiling = data.draw(tilings())
+    for name in applicable(tiling):
+        width = data.draw(st.none() | st.integers(1, 5)) if POLICIES[name].windowed else None
+        program = build(schedule(tiling, Choice(name, width)))
+        needed = verify(program).co_resident
+        for workers in {needed, needed + 1, data.draw(st.integers(needed, needed + 9))} - {0}:
+            verify(program, workers)
+        if width is not None:
+            assert needed <= width
+        if not POLICIES[name].windowed:
+            assert needed <= 1, "an order without windows waits only for chains launched before"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(37, 0), window(20, 30)], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
+    """Odd tile counts, n_q != n_kv either way, many heads, more chains than a window holds."""
+    for len_q, len_k in [(77, 77), (77, 130), (130, 41), (5, 200), (200, 5)]:
+        for shape in (TileShape(4, 8), TileShape(8, 4), TileShape(7, 7)):
+            tiling = tile(Problem(2, 3 * group, 3, len_q, len_k, mask=mask), shape)
+            if name not in applicable(tiling):
+                continue
+            for width in (None, 1, 4, 64) if POLICIES[name].windowed else (None,):
+                program = build(schedule(tiling, Choice(name, width)))
+                verify(program, max(1, verify(program).co_resident))
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        (FULL, [*EVERYWHERE, "shift"]),
+        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal"]),
+        (window(6, 0), [*EVERYWHERE, "diagonal"]),
+        (window(6, 3), [*EVERYWHERE, "diagonal"]),
+        (documents([0, 10, 32]), [*EVERYWHERE, "diagonal"]),
+        (tiles(np.array([[0, 1], [1, 0]]), 16, 16), EVERYWHERE),
+    ],
+    ids=str,
+)
+def test_which_policy_applies_where(mask: Mask, names: list[str]) -> None:
+    tiling = tile(Problem(1, 1, 1, 32, 32, mask=mask), TileShape(4, 4))
+    assert set(applicable(tiling)) == set(names)
+    for name in set(POLICIES) - set(names):
+        with pytest.raises(ValueError) as error:
+            schedule(tiling, name)
+        text = str(error.value)
+        assert repr(name) in text and str(mask) in text
+        assert all(other in text.partition("choose from")[2] for other in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fastest", "unknown policy 'fastest': choose from auto, fa3"),
+        ("shift:many", "must be a whole number"),
+        ("shift:0", "width of at least 1 goes with shift"),
+        ("fa3:4", "'fa3' cannot take width 4"),
+        ("auto:4", "'auto' cannot take width 4"),
+    ],
+)
+def test_bad_names(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        schedule(square(4, FULL), text)
+
+
+def test_parse() -> None:
+    assert parse("shift") == Choice("shift") and parse("shift:64") == Choice("shift", 64)
+    assert str(Choice("shift", 64)) == "shift:64" and str(Choice("fa3")) == "fa3"
+
+
+# ---- auto --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask", [FULL, CAUSAL, window(300, 0), window(200, 100), documents([0, 100, 900, 1000])], ids=str
+)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
+def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
+    problem = Problem(2, heads[0] * heads[1], heads[0], 1000, 1000, mask=mask)
+    program = build(schedule(tile(problem, TileShape(5, 5))))
+    assert verify(program, AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
+
+
+@examples(100)
+@given(tilings())
+def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
+    choice = choose(tiling)
+    assert choice.policy in applicable(tiling)
+    assert build(schedule(tiling, "auto")).fingerprint == build(schedule(tiling, choice)).fingerprint
+
+
+# ---- order and placement are apart -------------------------------------------------------------------------
+
+
+@examples(150)
+@given(st.data())
+def test_fingerprint_knows_the_order_only(data: st.DataObject) -> None:
+    tiling = data.draw(tilings())
+    program = build(schedule(tiling, data.draw(st.sampled_from(applicable(tiling)))))
+    again = build(schedule(tiling, program.policy))
+    for workers in (1, 3, 200):
+        place(again, workers)
+    assert again.fingerprint == program.fingerprint
+    shuffled = np.array(data.draw(st.permutations(program.launch.tolist())), np.int32)
+    alone = np.arange(len(shuffled) + 1, dtype=np.int32)
+    moved = dataclasses.replace(program, launch=shuffled, bundle_first=alone, place="dealt")
+    assert moved.fingerprint == program.fingerprint
+    verify(moved)
+
+
+def test_different_orders_have_different_fingerprints() -> None:
+    full, causal = square(6, FULL), square(6, CAUSAL)
+    assert len({build(schedule(full, name)).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
+    names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
+    assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("lengths", [(96, 96), (96, 40), (40, 96), (101, 97)])
+@pytest.mark.parametrize("shape", [TileShape(4, 4), TileShape(4, 8), TileShape(8, 4)], ids=str)
+def test_diagonal_without_windows_is_spt_for_causal(group: int, lengths: tuple[int, int], shape: TileShape) -> None:
+    tiling = tile(Problem(1, 2 * group, 2, *lengths, mask=CAUSAL), shape)
+    spt, diagonal = (build(schedule(tiling, name)) for name in ("spt", "diagonal"))
+    assert spt.fingerprint == diagonal.fingerprint
+    # The same order launched the other way round is what makes it fast, and needs its chains together.
+    assert verify(spt).co_resident == 1 and (tiling.num_kv < 2 or verify(diagonal).co_resident > 1)
+
+
+# ---- the formulas of the design ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 17])
+def test_shift_is_the_formula(n: int) -> None:
+    order = schedule(square(n, FULL), "shift")
+    assert chains(order.templates[0]) == [[(0, (i + t) % n, t) for t in range(n)] for i in range(n)]
+    assert n < 3 or len(build(order).runs) == 2 * n - 1, "two runs a chain, one for chain 0"
+
+
+@pytest.mark.parametrize("n", [2, 4, 6, 10, 32])
+def test_symmetric_shift_is_the_formula(n: int) -> None:
+    order = schedule(square(n, CAUSAL), "symmetric_shift")
+    half = n // 2
+    expected: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
+    for i in range(half):
+        expected[i] = [(0, half + (i + t) % half, t) for t in range(half)] + [(0, q, q - i) for q in range(i, half)]
+        expected[n - 1 - i] = [(0, q, n - 1 - i) for q in range(n - 1, n - 2 - i, -1)]
+    assert chains(order.templates[0]) == expected
+    assert bundles(order) == [(i, n - 1 - i) for i in range(half)]
+
+
+def steps(order: Schedule, kv_window: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each dQ tile its (turn, step) pairs, over the chains of one window that start together."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for kv in kv_window:
+        for step, (head, q, turn) in enumerate(chains(order.templates[0])[kv]):
+            found.setdefault((head, q), []).append((turn, step))
+    return found
+
+
+@examples(150)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
+def test_shift_gives_every_handover_all_the_slack(num_q: int, num_kv: int, group: int, width: int) -> None:
+    """Chains of a window start evenly spread over the circle of q tiles: no hand-over is tighter than the stride."""
+    tiling = tile(Problem(1, group, 1, num_q, num_kv), TileShape(1, 1))
+    order = schedule(tiling, Choice("shift", width))
+    turn_of = 0
+    sizes = []
+    # Windows are runs of neighbours; recover them from the rounds of the launch.
+    parts = -(-num_kv // min(width, group * num_q))
+    for members in (np.flatnonzero(np.arange(num_kv) * parts // num_kv == w) for w in range(parts)):
+        stride = group * num_q // len(members)
+        assert stride >= 1
+        for pairs in steps(order, members.tolist()).values():
+            pairs.sort()
+            assert [turn for turn, _ in pairs] == list(range(turn_of, turn_of + len(members)))
+            assert all(later - earlier >= stride for (_, earlier), (_, later) in pairwise(pairs))
+        turn_of += len(members)
+        sizes.append(len(members))
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= width
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 9, 15, 16, 31])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
+    """At every step each dQ tile is visited by at most one pair of a head, for odd n as for even.
+
+    With several query heads in the group the paired chains climb and descend head after head, so only the rotation
+    is conflict free.
+    """
+    order = schedule(square(n, CAUSAL, group), "symmetric_shift")
+    visits = chains(order.templates[0])
+    seen = set()
+    for bundle in bundles(order):
+        at = [visit for chain in bundle for visit in visits[chain]]
+        for step, (head, q, _) in enumerate(at if group == 1 else at[: group * (n - n // 2)]):
+            assert (step, head, q) not in seen
+            seen.add((step, head, q))
+
+
+def test_spt_launches_the_shortest_first() -> None:
+    order = schedule(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), "spt")
+    assert order.launch.tolist() == [7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8]
+    assert [[q for _, q, _ in chain] for chain in chains(order.templates[0])][5] == [5, 6, 7]
+
+
+def test_rounds_put_windows_of_all_heads_before_the_next_window() -> None:
+    order = schedule(tile(Problem(1, 2, 2, 4, 4), TileShape(1, 1)), "shift:2")
+    assert order.launch.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]

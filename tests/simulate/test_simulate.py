@@ -1,0 +1,184 @@
+"""Both models against a ticking clock, the books of a simulation, and its lower bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.program import Program, build, place
+from dash_attn.schedule import applicable, schedule
+from dash_attn.simulate import Machine, Model, Paper, lower_bounds, simulate
+from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.verify import VerifyError, verify
+from tests.simulate import oracle
+from tests.strategies import examples, programs
+
+small = st.integers(0, 4)
+papers = st.builds(Paper, small, small)
+machines = st.builds(Machine, small, small, small, small, small, small, st.integers(1, 3), st.integers(1, 3))
+models: st.SearchStrategy[Model] = papers | machines
+
+
+@st.composite
+def runs(draw: st.DrawFn, most: int = 120) -> tuple[Program, int]:
+    """A program, and a number of workers that can run it."""
+    program = draw(programs())
+    assume(program.num_tasks <= most)
+    return program, max(1, verify(program).co_resident) + draw(st.integers(0, 3))
+
+
+@examples(250)
+@given(runs(), papers | machines)
+def test_simulation_is_what_a_clock_shows(run: tuple[Program, int], model: Model) -> None:
+    program, workers = run
+    result = simulate(program, workers, model)
+    expected = oracle.run(program, place(program, workers), model.costs())
+    assert result.makespan == expected.makespan
+    assert (result.busy, result.stall, result.blocked) == (expected.busy, expected.stall, expected.blocked)
+    times = [expected.times[t] for t in range(program.num_tasks)]
+    begin, computed, _, granted, landed = result.outcome.times
+    np.testing.assert_array_equal(np.stack([begin, computed, granted, landed], 1), np.reshape(times, (-1, 4)))
+
+
+@examples(200)
+@given(runs(), models)
+def test_no_program_beats_the_lower_bound(run: tuple[Program, int], model: Model) -> None:
+    program, workers = run
+    result = simulate(program, workers, model)
+    bounds = lower_bounds(program, workers, model)
+    assert set(bounds) == {"work / workers", "longest chain", "longest reduction"}
+    assert result.lower_bound == max(bounds.values()) <= result.makespan + 1e-9
+    assert result.gap >= -1e-12
+
+
+@examples(200)
+@given(runs(), models)
+def test_the_books_balance(run: tuple[Program, int], model: Model) -> None:
+    """Bubbles as holes between events: they, work and waiting make up the whole of workers x makespan."""
+    program, workers = run
+    result = simulate(program, workers, model)
+    waiting = result.stall if isinstance(model, Paper) else result.blocked
+    assert result.bubble >= 0
+    assert result.busy + waiting + result.bubble == workers * result.makespan
+    if isinstance(model, Paper):
+        covered = sum(event.end - event.begin for event in result.timeline)
+        assert covered == result.busy + result.stall
+        assert result.busy == program.num_tasks * (model.compute + model.reduce)
+
+
+@examples(100)
+@given(runs(), papers)
+def test_timeline_of_the_paper_model(run: tuple[Program, int], model: Paper) -> None:
+    program, workers = run
+    result = simulate(program, workers, model)
+    timeline = result.timeline
+    assert timeline.makespan == result.makespan and timeline.workers == workers and not timeline.overlapping
+    assert timeline.total("stall") == result.stall
+    assert timeline.total("compute") == program.num_tasks * model.compute
+    assert timeline.total("reduce") == program.num_tasks * model.reduce
+    last = [0.0] * workers
+    for event in sorted(timeline, key=lambda event: (event.begin, event.end)):
+        assert event.begin >= last[event.worker], "one thing at a time on a worker"
+        last[event.worker] = event.end
+    # Contributions to one dQ tile land in turn, one after the other.
+    landed: dict[tuple[int, int, int], float] = {}
+    names = timeline.names
+    for event in sorted((e for e in timeline if e.role == "reduce"), key=lambda e: names.turn[e.task]):
+        tile_of = (int(names.batch[event.task]), int(names.q_head[event.task]), int(names.q_tile[event.task]))
+        assert event.begin >= landed.get(tile_of, 0.0)
+        landed[tile_of] = event.end
+
+
+@examples(60)
+@given(runs(), models, st.integers(2, 9))
+def test_time_has_no_unit(run: tuple[Program, int], model: Model, factor: int) -> None:
+    """All durations times `factor`: everything takes `factor` times as long."""
+    program, workers = run
+    durations = {
+        f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name not in ("depth", "writers")
+    }
+    scaled = dataclasses.replace(model, **{name: factor * value for name, value in durations.items()})
+    assert simulate(program, workers, scaled).makespan == factor * simulate(program, workers, model).makespan
+
+
+@examples(60)
+@given(runs(), machines)
+def test_more_buffers_never_hurt(run: tuple[Program, int], model: Machine) -> None:
+    program, workers = run
+    deeper = dataclasses.replace(model, depth=model.depth * 2)
+    assert simulate(program, workers, deeper).makespan <= simulate(program, workers, model).makespan
+
+
+@examples(60)
+@given(runs(), small, small)
+def test_waiting_for_every_add_is_the_slowest_machine(run: tuple[Program, int], compute: int, reduce: int) -> None:
+    """The paper's worker adds by itself: a machine with a writer and nothing else to pay for is never slower."""
+    program, workers = run
+    machine = Machine(compute, reduce, 0, 0, 0, 0, 1, 1)
+    assert simulate(program, workers, machine).makespan <= simulate(program, workers, Paper(compute, reduce)).makespan
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------
+
+
+def two_by_two() -> Program:
+    return build(schedule(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3"))
+
+
+def test_the_two_by_two_example_of_the_paper() -> None:
+    """Chain 1 waits for one reduction at its first task, and never again."""
+    result = simulate(two_by_two(), 2, Paper(3, 1))
+    assert (result.makespan, result.stall, result.bubble, result.lower_bound) == (9, 1, 1, 8)
+    assert result.gap == 0.125
+    stalls = [(event.worker, event.begin, event.end) for event in result.timeline if event.role == "stall"]
+    assert stalls == [(1, 3, 4)]
+
+
+def test_the_machine_by_hand() -> None:
+    """Worker 0 lands at 7 and 11, worker 1 gets each turn 2 later; with two buffers nobody is blocked."""
+    model = Machine(compute=4, reduce=2, handoff=2, prologue=1, epilogue=3, partial=0, depth=2, writers=2)
+    result = simulate(two_by_two(), 2, model)
+    np.testing.assert_array_equal(result.outcome.times[-1], [7, 11, 11, 15])
+    assert (result.makespan, result.busy, result.stall, result.blocked) == (15, 24, 8, 0)
+
+
+def test_without_events_there_is_no_timeline() -> None:
+    result = simulate(two_by_two(), 2, record=False)
+    assert result.makespan == simulate(two_by_two(), 2).makespan
+    with pytest.raises(ValueError, match="record=True"):
+        _ = result.timeline
+
+
+def test_deadlock_is_an_error_not_a_number() -> None:
+    program = build(schedule(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "shift"))
+    with pytest.raises(VerifyError, match="this order needs 4"):
+        simulate(program, 3)
+    with pytest.raises(VerifyError, match="deadlock"):
+        simulate(program, 3, placement=place(program, 3))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        simulate(two_by_two(), 0)
+    with pytest.raises(ValueError, match="depth must be at least 1"):
+        Machine(depth=0)
+    with pytest.raises(ValueError, match="writers must be at least 1"):
+        Machine(writers=0)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("workers", [1, 3, 7, 50])
+def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignore[no-untyped-def]
+    tiling: Tiling = tile(Problem(1, 10, 5, 9, 9, mask=mask), TileShape(1, 1))
+    for name in applicable(tiling):
+        program = build(schedule(tiling, name))
+        if verify(program).co_resident <= workers:
+            for model in (Paper(), Machine()):
+                result = simulate(program, workers, model)
+                assert result.lower_bound <= result.makespan
+                assert workers > 1 or result.stall == 0 or isinstance(model, Machine)
