@@ -38,7 +38,7 @@ def bundles(order: Schedule) -> list[tuple[int, ...]]:
 # ---- every policy is valid wherever it applies -------------------------------------------------------------
 
 
-@examples(300)
+@examples(200)
 @given(st.data())
 def test_every_applicable_policy_verifies(data: st.DataObject) -> None:
     tiling = data.draw(tilings())

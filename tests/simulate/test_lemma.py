@@ -48,7 +48,7 @@ def depths(graph: ChainGraph, edges: Edges) -> dict[tuple[int, int], float]:
     return {node: end(*node) for node in [*inner, (-1, -1)]}
 
 
-@examples(800)
+@examples(500)
 @given(drawn())
 def test_lemma(case: tuple[ChainGraph, Edges]) -> None:
     """The critical path stays as it is exactly if no edge leads to a smaller depth."""
