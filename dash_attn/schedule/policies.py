@@ -76,10 +76,10 @@ def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
 
 def _shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
-    tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
-    length = tiling.problem.group * tiling.num_q
-    window = windows(tiling.num_kv, min(width, max(length, 1)))
-    visit = (_ascending(tiling, tasks) - offsets(window, length)[tasks.chain]) % max(length, 1)
+    """All chains of a window go through the same query head at the same time, so that its tiles stay in cache."""
+    tasks, chains, circle = Tasks.of(tiling), np.arange(tiling.num_kv), max(1, tiling.num_q)
+    window = windows(tiling.num_kv, min(width, circle))
+    visit = tasks.head * circle + (tasks.q - offsets(window, circle)[tasks.chain]) % circle
     return order(tiling, tasks, Rules(visit, chains, window, by_arrival=True)), _singles(chains, window)
 
 
@@ -87,20 +87,20 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """Long chain i, then its short partner n-1-i; an odd middle chain stays alone.
 
     Long chains rotate through the rectangle of q tiles that all of them share, then climb their own triangle
-    from the diagonal; short chains come down from the last q tile.
+    from the diagonal; short chains come down from the last q tile of the last query head, which is the one that
+    was rotated through last.
     """
-    tasks, n = Tasks.of(tiling), tiling.num_kv
+    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
     chains, longs = np.arange(n), n - n // 2
-    first, length = tiling.spans[:, 0], tiling.spans[:, 2] * tiling.problem.group
+    first, length = tiling.spans[:, 0], tiling.spans[:, 2] * group
     split = int(first[n // 2]) if n else 0
-    circle = max(1, tiling.problem.group * (tiling.num_q - split))
+    circle = max(1, tiling.num_q - split)
     pair_window = windows(longs, min(width, circle))
     partner = np.minimum(chains, n - 1 - chains)
 
-    turned = tasks.head * (tiling.num_q - split) + tasks.q - split
-    rotated = (turned - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
-    climbing = circle + _ascending(tiling, tasks)
-    coming_down = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    rotated = tasks.head * circle + (tasks.q - split - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
+    climbing = group * circle + _ascending(tiling, tasks)
+    coming_down = (group - 1 - tasks.head) * tiling.num_q + (tiling.num_q - 1 - tasks.q)
     is_long = tasks.chain < longs
     visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), coming_down)
     start = np.where(chains < longs, 0, length[partner])

@@ -204,15 +204,15 @@ def steps(order: Schedule, kv_window: list[int]) -> dict[tuple[int, int], list[t
 @examples(150)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
 def test_shift_gives_every_handover_all_the_slack(num_q: int, num_kv: int, group: int, width: int) -> None:
-    """Chains of a window start evenly spread over the circle of q tiles: no hand-over is tighter than the stride."""
+    """Chains of a window start evenly spread over the q tiles of each head: no hand-over is tighter than the stride."""
     tiling = tile(Problem(1, group, 1, num_q, num_kv), TileShape(1, 1))
     order = schedule(tiling, Choice("shift", width))
     turn_of = 0
     sizes = []
     # Windows are runs of neighbours; recover them from the rounds of the launch.
-    parts = -(-num_kv // min(width, group * num_q))
+    parts = -(-num_kv // min(width, num_q))
     for members in (np.flatnonzero(np.arange(num_kv) * parts // num_kv == w) for w in range(parts)):
-        stride = group * num_q // len(members)
+        stride = num_q // len(members)
         assert stride >= 1
         for pairs in steps(order, members.tolist()).values():
             pairs.sort()
