@@ -1,0 +1,162 @@
+"""Argument checks: from what the caller passed to a Problem, or an error that says what was expected."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.schedule import POLICIES, parse
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+Window = tuple[int | None, int | None]
+Boundaries = Tensor | Sequence[int]
+
+
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: Window | None,
+    boundaries: Mapping[str, Boundaries | None],
+    mask: Mask | None,
+    scale: float | None,
+) -> Problem:
+    """The problem that a caller's arguments pose.
+
+    `boundaries` are the cu_seqlens of queries and of keys, by the names the caller knows them by.
+    """
+    _check_tensor("q", q)
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {next(iter(boundaries))}; "
+            f"got shape {tuple(q.shape)}"
+        )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q must be {', '.join(DTYPES.values())}; got {q.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        _check_tensor(name, x)
+        for what, got, expected in (
+            ("number of dimensions", x.ndim, q.ndim),
+            ("dtype", x.dtype, q.dtype),
+            ("device", x.device, q.device),
+            ("head dim", x.shape[-1], q.shape[-1]),
+            ("batch", x.shape[:-3], q.shape[:-3]),
+        ):
+            if got != expected:
+                raise ValueError(f"{name} must have the {what} of q, {_plain(expected)}; got {_plain(got)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None, got {scale}")
+    return Problem(
+        batch=q.shape[0] if q.ndim == 4 else 1,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        len_q=q.shape[-3],
+        len_k=k.shape[-3],
+        dim=q.shape[-1],
+        dtype=DTYPES[q.dtype],
+        scale=None if scale is None else float(scale),
+        mask=_mask(causal, window, mask) & _documents(boundaries, q, k),
+    )
+
+
+def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
+    """`x` must have the shape, dtype and device of `model`."""
+    _check_tensor(name, x)
+    for what in ("shape", "dtype", "device"):
+        got, expected = getattr(x, what), getattr(model, what)
+        if got != expected:
+            raise ValueError(f"{name} must have the {what} of {model_name}, {_plain(expected)}; got {_plain(got)}")
+
+
+def check_lse(lse: Tensor, q: Tensor) -> None:
+    """fp32 (batch, heads, seqlen), or (heads, tokens) when packed."""
+    _check_tensor("lse", lse)
+    expected = (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    if tuple(lse.shape) != expected or lse.dtype != torch.float32 or lse.device != q.device:
+        layout = "(batch, heads, seqlen)" if q.ndim == 4 else "(heads, tokens)"
+        raise ValueError(
+            f"lse must be {layout} = {expected}, torch.float32, on {q.device}; "
+            f"got {tuple(lse.shape)}, {lse.dtype}, on {lse.device}"
+        )
+
+
+def check_policy(policy: str) -> None:
+    """A known name. Whether it applies to the mask is found out when the problem is ordered."""
+    if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
+        raise ValueError(f"policy must be auto, {', '.join(POLICIES)}, or 'name:width'; got {policy!r}")
+
+
+def wants_determinism(deterministic: bool | None) -> bool:
+    """The argument if given, else what the process asks for, read at every call and never at import; else yes."""
+    if deterministic is not None:
+        return deterministic
+    return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") != "0"
+
+
+def _mask(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
+    total = (CAUSAL if causal else FULL) & (mask or FULL)
+    if sides is None:
+        return total
+    if len(sides) != 2 or any(side is not None and (not isinstance(side, int) or side < -1) for side in sides):
+        raise ValueError(
+            f"window must be (left, right), each a whole number from 0, or -1 or None for no limit; got {sides}"
+        )
+    return total & window(*sides)
+
+
+def _documents(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tensor) -> Mask:
+    (q_name, cu_q), (k_name, cu_k) = boundaries.items()
+    if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
+        raise ValueError(
+            f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "
+            f"with it; got {q_name}{'=None' if cu_q is None else ''} and shape {tuple(q.shape)}"
+        )
+    if cu_q is None:
+        if cu_k is not None:
+            raise ValueError(f"{k_name} was given without {q_name}")
+        return FULL
+    first = _checked(q_name, cu_q, q.shape[-3])
+    if cu_k is None:
+        if k.shape[-3] != q.shape[-3]:
+            raise ValueError(f"{k_name} is needed: there are {q.shape[-3]} queries and {k.shape[-3]} keys")
+        return documents(first)
+    second = _checked(k_name, cu_k, k.shape[-3])
+    if len(second) != len(first):
+        raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
+    return documents(first, second)
+
+
+def _checked(name: str, values: Boundaries, tokens: int) -> list[int]:
+    cu = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    if cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be one row of integers (int32), got shape {tuple(cu.shape)}, {cu.dtype}")
+    found: list[int] = cu.tolist()
+    if len(found) < 2 or found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
+        shown = str(found) if len(found) < 9 else f"[{', '.join(map(str, found[:7]))}, ... {found[-1]}]"
+        raise ValueError(f"{name} must begin with 0, never decrease and end with the {tokens} tokens; got {shown}")
+    return found
+
+
+def _check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _plain(value: object) -> object:
+    return tuple(value) if isinstance(value, torch.Size) else value

@@ -1,0 +1,79 @@
+"""Which backend computes on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dash_attn import cpu
+from dash_attn.cpu import Gradients, Operands
+from dash_attn.plan import Plan, placement
+from dash_attn.problem import Problem
+from dash_attn.tiling import TileShape
+
+
+@dataclass(frozen=True)
+class Options:
+    """What does not change the problem: whether order must be kept, and processors to leave to others."""
+
+    deterministic: bool
+    sm_margin: int = 0
+
+
+class Backend(Protocol):
+    """Tensors are (batch, seqlen, heads, dim) and checked; what `backward` gives is written to `into` if given."""
+
+    name: str
+    forward_provider: str
+    always_deterministic: bool
+
+    def tile_shape(self, problem: Problem) -> TileShape: ...
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients: ...
+
+    def workers(self, planned: Plan) -> int: ...
+
+    def workspace_bytes(self, planned: Plan) -> int: ...
+
+
+class CpuBackend:
+    """Order is always kept: it costs nothing that a CPU would notice."""
+
+    name = "cpu"
+    forward_provider = cpu.PROVIDER
+    always_deterministic = True
+
+    def tile_shape(self, problem: Problem) -> TileShape:
+        return cpu.tile_shape(problem)
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return cpu.forward(problem, q, k, v)
+
+    def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
+        return cpu.backward(planned.problem, planned.program, placement(planned, self.workers(planned)), operands, into)
+
+    def workers(self, planned: Plan) -> int:
+        return max(torch.get_num_threads(), planned.co_resident)
+
+    def workspace_bytes(self, planned: Plan) -> int:
+        return cpu.workspace_bytes(planned.problem, planned.program, self.workers(planned), torch.get_num_threads())
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of a device, or an error that names the way out. Nothing falls back silently."""
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type == "cuda":
+        from dash_attn.api import hopper  # the kernel's modules are only for machines that can run it
+
+        hopper.require(device)
+        return hopper.HopperBackend()
+    raise NotImplementedError(
+        f"q is on {device}: dash_attn computes on cpu and cuda (Hopper) tensors. Move q, k and v with .cpu(), or use "
+        "torch's scaled_dot_product_attention there"
+    )

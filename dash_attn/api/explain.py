@@ -1,0 +1,82 @@
+"""explain: what a call would run, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from dash_attn.api.arguments import Boundaries, Window, check_policy, problem_of, wants_determinism
+from dash_attn.api.backends import backend_for
+from dash_attn.plan import plan
+from dash_attn.problem import Mask
+from dash_attn.schedule import POLICIES, parse
+from dash_attn.tiling import TileShape
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run: equal fingerprints and equal inputs give equal bits."""
+
+    backend: str
+    forward: str
+    mask: str
+    tile: TileShape
+    policy: str
+    reason: str
+    fingerprint: str
+    tasks: int
+    co_resident: int
+    workers: int
+    workspace_bytes: int
+    deterministic: bool
+
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name.replace('_', ' '):<16} {getattr(self, field.name)}" for field in fields(self))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    cu_seqlens: Boundaries | None = None,
+    cu_seqlens_k: Boundaries | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    policy: str = "auto",
+    deterministic: bool | None = None,
+) -> Explanation:
+    """Arguments as of `attention`; nothing is computed but the plan."""
+    problem = problem_of(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        boundaries={"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k},
+        mask=mask,
+        scale=scale,
+    )
+    check_policy(policy)
+    backend = backend_for(q.device)
+    shape = backend.tile_shape(problem)
+    planned = plan(problem, shape, policy)
+    chosen = planned.program.policy
+    summary = POLICIES[parse(chosen).policy].summary
+    return Explanation(
+        backend=backend.name,
+        forward=backend.forward_provider,
+        mask=str(problem.mask),
+        tile=shape,
+        policy=chosen,
+        reason=f"{'chosen by auto' if policy == 'auto' else 'asked for'}: {summary}",
+        fingerprint=planned.fingerprint,
+        tasks=planned.program.num_tasks,
+        co_resident=planned.co_resident,
+        workers=backend.workers(planned),
+        workspace_bytes=backend.workspace_bytes(planned),
+        deterministic=backend.always_deterministic or wants_determinism(deterministic),
+    )

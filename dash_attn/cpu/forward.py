@@ -1,0 +1,67 @@
+"""forward: torch's flash kernel for CPU, taught every mask."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dash_attn.problem import Problem, TileMask
+
+PROVIDER = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+# The kernel takes an additive mask of all its pairs. In bands of so many rows, over the keys that a band sees at
+# all, that takes memory and work in proportion to the tokens for windows and documents.
+BAND = 512
+
+
+@torch.no_grad()
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), fp32, natural logarithm.
+
+    Rows that see nothing have out = 0 and lse = -inf.
+    """
+    k, v = (x.repeat_interleave(problem.group, dim=2) if problem.group > 1 else x for x in (k, v))
+    mask, len_q, len_k = problem.mask, problem.len_q, problem.len_k
+    # Its own causal mask is aligned at the start, and scaled with the scores: 0 or less would turn it around.
+    plain_causal = mask.is_causal and len_q == len_k and problem.softmax_scale > 0
+    if len_q and len_k and (mask.is_full or plain_causal):
+        return _kernel(problem, (q, k, v), is_causal=mask.is_causal)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_full((problem.batch, problem.heads_q, len_q), -math.inf, dtype=torch.float32)
+    row_lo, row_hi = (torch.from_numpy(x).unsqueeze(-1) for x in mask.intervals(len_q, len_k))
+    for begin in range(0, len_q, BAND):
+        rows = slice(begin, min(begin + BAND, len_q))
+        lo, hi = row_lo[rows], row_hi[rows]
+        keys = slice(int(lo.min()), int(hi.max()))
+        if keys.start >= keys.stop:
+            continue
+        column = torch.arange(keys.start, keys.stop)
+        allowed = (column >= lo) & (column < hi)
+        if mask.tiles is not None:
+            allowed &= _cells(mask.tiles, rows, keys)
+        sees = allowed.any(1)
+        bias = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill_(~allowed, -math.inf)
+        band_out, band_lse = _kernel(problem, (q[:, rows], k[:, keys], v[:, keys]), attn_mask=bias)
+        # Where all is masked the kernel gives some number: keep out = 0 and lse = -inf there.
+        out[:, rows][:, sees] = band_out[:, sees]
+        lse[:, :, rows][:, :, sees] = band_lse[:, :, sees]
+    return out, lse
+
+
+def _kernel(
+    problem: Problem, qkv: tuple[Tensor, Tensor, Tensor], *, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=is_causal, attn_mask=attn_mask, scale=problem.softmax_scale
+    )
+    return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _cells(tiles: TileMask, rows: slice, keys: slice) -> Tensor:
+    """The part of a tile mask, element by element."""
+    cells = torch.from_numpy(tiles.cells())
+    row, key = torch.arange(rows.start, rows.stop), torch.arange(keys.start, keys.stop)
+    return cells[(row // tiles.cell_m)[:, None], key // tiles.cell_n]

@@ -1,0 +1,57 @@
+"""Turnstiles: counters that admit the contributions to each dQ tile in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Condition, Lock
+
+
+class Stopped(Exception):
+    """Another worker failed or the caller gave up: there is nothing left to wait for."""
+
+
+class Turnstiles:
+    """One counter per dQ tile. A contribution passes when the counter shows its turn, and moves it on when it leaves.
+
+    Unordered turnstiles admit whoever comes, still one at a time. One lock guards all counters; it is held for
+    bookkeeping only, never during arithmetic.
+    """
+
+    def __init__(self, count: int, *, ordered: bool = True) -> None:
+        self.error: BaseException | None = None
+        self._ordered = ordered
+        self._lock = Lock()
+        self._served = [0] * count
+        self._busy = bytearray(count)
+        self._moved: dict[int, Condition] = {}  # only where somebody has ever waited
+
+    def enter(self, target: int, turn: int, before_waiting: Callable[[], None]) -> int:
+        """Wait until the contribution may be added; how many were added before it."""
+        with self._lock:
+            if not self._admits(target, turn):
+                before_waiting()
+                moved = self._moved.setdefault(target, Condition(self._lock))
+                while not self._admits(target, turn):
+                    moved.wait()
+            self._busy[target] = True
+            return self._served[target]
+
+    def leave(self, target: int) -> None:
+        """The contribution has landed: release the next turn."""
+        with self._lock:
+            self._served[target] += 1
+            self._busy[target] = False
+            if target in self._moved:
+                self._moved[target].notify_all()
+
+    def stop(self, error: BaseException) -> None:
+        """Let nobody through any more and wake all who wait; the first error is kept."""
+        with self._lock:
+            self.error = self.error or error
+            for moved in self._moved.values():
+                moved.notify_all()
+
+    def _admits(self, target: int, turn: int) -> bool:
+        if self.error is not None:
+            raise Stopped
+        return not self._busy[target] and (not self._ordered or self._served[target] == turn)

@@ -1,0 +1,139 @@
+"""What fixes the machine code of the backward kernel, and whether Hopper can run it. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMEM_LIMIT = 232_448  # bytes one CTA may ask for on sm_90
+REGISTER_FILE = 65_536  # 32-bit registers of one SM
+WARPGROUP = 128  # threads
+CONSUMER_WARPGROUPS = 2  # both split the kv rows of a tile, so P^T and dS^T stay in registers
+RING = 16  # task entries in flight between the roles (see barriers.ring_depth_needed)
+
+DTYPES = ("bf16", "fp16")
+MASKS = ("full", "causal", "interval")
+FINISHES = ("last", "postpass")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One compiled kernel. Equal configs share machine code, and bits depend on nothing else but the Program."""
+
+    dim: int  # head dim in shared memory: 64 or 128
+    tile_m: int  # queries of a tile
+    tile_n: int = 128  # keys of a tile
+    dtype: str = "bf16"
+    mask: str = "full"  # how a partial tile is masked: key length only, causal, or per-row intervals
+    ordered: bool = True  # turnstile on, or plain atomic adds in arrival order
+    finish: str = "last"  # who makes 16-bit dQ: the last contributor, or a pass over the fp32 sums
+    stages: int = 2  # ring slots of Q and dO
+    ds_stages: int = 2  # buffers of dS; two need only one consumer barrier per task
+    dq_slots: int = 2  # staged dQ tiles; each writer warp serves one
+    split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
+    consumer_regs: int = 240
+    worker_regs: int = 24  # producer and writer warps
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + CONSUMER_WARPGROUPS)
+
+    @property
+    def consumer_threads(self) -> int:
+        return WARPGROUP * CONSUMER_WARPGROUPS
+
+    @property
+    def writers(self) -> int:
+        return self.dq_slots
+
+    @property
+    def dq_split_rows(self) -> bool:
+        """A warpgroup owns 64 rows of the dQ tile (128-row tiles) or 64 columns of it (64-row tiles)."""
+        return self.tile_m == 128
+
+    @property
+    def half_floats(self) -> int:
+        """fp32 values of a dQ tile that one warpgroup owns."""
+        return self.tile_m * self.dim // CONSUMER_WARPGROUPS
+
+    @property
+    def last_finishes(self) -> bool:
+        return self.ordered and self.finish == "last"
+
+    @property
+    def launch_regs(self) -> int:
+        """Registers the CTA owns from its launch on: equal shares in steps of 8. setmaxnreg only moves these."""
+        return REGISTER_FILE // self.threads // 8 * 8 * self.threads
+
+    @property
+    def wgmma_per_task(self) -> int:
+        """HGMMA instructions one warpgroup issues per task (checked against the machine code)."""
+        k = 16
+        scores = 2 * (self.dim // k)  # S^T and dP^T
+        grads = 2 * (self.tile_m // k)  # dV and dK
+        return scores + grads + self.tile_n // k  # dQ
+
+    @property
+    def accumulator_regs(self) -> int:
+        """fp32 accumulators live at once per consumer thread: dK, dV, S^T, dP^T (dQ reuses S^T)."""
+        rows = self.tile_n // CONSUMER_WARPGROUPS
+        return 2 * rows * self.dim // WARPGROUP + 2 * rows * self.tile_m // WARPGROUP
+
+    def problems(self) -> list[str]:
+        """Every reason why this config cannot run; empty when it can."""
+        from .barriers import barrier_problems
+        from .smem_plan import plan
+
+        out = []
+        if self.dtype not in DTYPES:
+            out.append(f"dtype {self.dtype!r} is not one of {DTYPES}")
+        if self.mask not in MASKS:
+            out.append(f"mask {self.mask!r} is not one of {MASKS}")
+        if self.finish not in FINISHES:
+            out.append(f"finish {self.finish!r} is not one of {FINISHES}")
+        if (self.dim, self.tile_m) not in ((128, 64), (64, 128)):
+            out.append(f"head dim {self.dim} with {self.tile_m}-row q tiles: a warpgroup must own a 64x64 part of dQ")
+        if self.tile_n != 64 * CONSUMER_WARPGROUPS:
+            out.append(f"tile_n {self.tile_n}: each consumer warpgroup owns 64 kv rows")
+        if self.stages != 2 or self.ds_stages != 2:
+            out.append(f"stages {self.stages}, ds_stages {self.ds_stages}: only 2 and 2 are built")
+        if not 1 <= self.dq_slots <= 2:
+            out.append(f"dq_slots {self.dq_slots}: two warps are left beside the producer and the dK writer")
+        if self.split and self.dq_slots != 2:
+            out.append("split turns need two slots: each writer serves its half of both")
+        regs = self.worker_regs * WARPGROUP + self.consumer_regs * self.consumer_threads
+        if regs > self.launch_regs:
+            out.append(f"{regs} registers of the {self.launch_regs} the CTA starts with: setmaxnreg would wait forever")
+        if self.worker_regs % 8 or self.consumer_regs % 8:
+            out.append("setmaxnreg takes multiples of 8")
+        if self.accumulator_regs + 24 > self.consumer_regs:
+            out.append(f"{self.accumulator_regs} accumulators leave too few of {self.consumer_regs} registers")
+        if out:
+            return out
+        total = plan(self).total
+        if total > SMEM_LIMIT:
+            out.append(f"{total} bytes of shared memory of {SMEM_LIMIT}")
+        return out + barrier_problems(self)
+
+    def validate(self) -> KernelConfig:
+        problems = self.problems()
+        if problems:
+            raise ValueError(f"{self} cannot run on sm_90a: " + "; ".join(problems))
+        return self
+
+
+def select(dim: int, dtype: str, mask: str, ordered: bool = True) -> KernelConfig:
+    """The shipped config for a head dim, dtype and kind of mask."""
+    if dim not in (64, 128):
+        raise ValueError(f"head dim {dim} is not built; 64 and 128 are")
+    tile_m = 64 if dim == 128 else 128
+    finish = "last" if ordered else "postpass"
+    # 128-row q tiles leave one step between neighbours of a shift, so there the shorter hand-over of a half tile
+    # pays (6 % at head dim 64); 64-row tiles leave two, and two writers in rotation are faster.
+    split = ordered and dim == 64
+    return KernelConfig(
+        dim=dim, tile_m=tile_m, dtype=dtype, mask=mask, ordered=ordered, finish=finish, split=split
+    ).validate()
+
+
+def shipped() -> list[KernelConfig]:
+    return [select(d, t, m, o) for d in (64, 128) for t in DTYPES for m in MASKS for o in (True, False)]

@@ -1,0 +1,202 @@
+"""A consumer warpgroup: the five products of every task, dK and dV of the chain in registers.
+
+It knows nothing of the schedule: how many tasks a chain has, which tile a stage holds and how it is masked
+arrive through shared memory.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from .barriers import NamedBarrier
+from .bundles import Cta, pieces_per_half
+from .config import WARPGROUP
+from .gemms import Gemms
+from .pointwise import column_pairs, exponentiate, mask_probabilities, score_gradient
+from .ptx import fresh_thread_index
+from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, flags_of, my_chains, ring_slot
+
+
+@dataclass(frozen=True)
+class Consumer:
+    cta: Cta
+
+    @cute.jit
+    def run(self):
+        cta = self.cta
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        gemms = Gemms.bind(cta, wg, thread)
+        dk, dv = gemms.grad_acc(), gemms.grad_acc()
+        task = Int32(0)
+        _, chains = my_chains(cta)
+        for i in cutlass.range(chains, unroll=1):
+            cta.bars.wait("k_full", 0, i & 1)
+            dk.fill(0.0)
+            dv.fill(0.0)
+            done = Int32(0)
+            if cta.views.info[0, i & 1] == 0:
+                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
+                self.leave("v_empty", 0)
+                self.leave("k_empty", 0)
+                done = Int32(1)
+            while done == 0:
+                flags = self.task(gemms, (dk, dv), task, task + i)
+                task, done = task + 1, flags & ENDS
+            self.hand_over_dk(gemms, dk)
+            self.hand_over_dv(gemms, dv, task + i)
+
+    @cute.jit
+    def task(self, gemms, grads, task, entry):
+        cta, cfg = self.cta, self.cta.cfg
+        dk, dv = grads
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        lane = cute.arch.lane_idx()
+        stage, phase = task & 1, (task >> 1) & 1
+
+        # (1) S^T and dP^T
+        cta.bars.wait("q_full", stage, phase)
+        flags = flags_of(cta, entry)
+        s = gemms.score_acc()
+        gemms.issue_s(s, stage)
+        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m)
+        odd = (flags & ODD) // ODD
+        if (flags & BEGINS) != 0:
+            cta.bars.wait("v_full", 0, odd)
+        cta.bars.wait("do_full", stage, phase)
+        dp = gemms.score_acc()
+        gemms.issue_dp(dp, stage)
+        # (2) P, while dP^T is computed
+        warpgroup.wait_group(1)
+        exponentiate(s, lse, cta.facts.scale_log2)
+        if (flags & PARTIAL) != 0:
+            mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
+        p16 = gemms.as_operand(s)
+        # (3) dS
+        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m)
+        warpgroup.wait_group(0)
+        if (flags & ENDS) != 0:
+            self.leave("v_empty", 0)
+        score_gradient(dp, s, delta)
+        ds16 = gemms.as_operand(dp)
+        if (flags & BEGINS) != 0:
+            cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left these buffers
+        gemms.write_ds(ds16, stage)
+        # (4) dV; issued before dS is computed it was 8 % slower in all
+        gemms.issue_dv(dv, p16, stage)
+        # (5) dQ needs the dS rows of both warpgroups. With two buffers one barrier is enough: whoever passes it
+        # has waited for its dQ of the task before, so the other buffer is free.
+        cute.arch.fence_view_async_shared()
+        self.sync_consumers()
+        dq = gemms.query_acc()
+        gemms.issue_dq(dq, stage)
+        warpgroup.wait_group(1)
+        self.leave("do_empty", stage)
+        # (6) dK
+        gemms.issue_dk(dk, ds16, stage)
+        warpgroup.wait_group(1)
+        if (flags & ENDS) != 0:
+            self.leave("k_empty", 0)
+        # (7) dQ to its slot, while dK is computed
+        self.stage_dq(gemms, dq, entry, flags)
+        warpgroup.wait_group(0)
+        self.leave("q_empty", stage)
+        return flags
+
+    def sync_consumers(self):
+        cute.arch.barrier(barrier_id=int(NamedBarrier.DS), number_of_threads=self.cta.cfg.consumer_threads)
+
+    @cute.jit
+    def leave(self, name: cutlass.Constexpr, index):
+        """One arrival per warp: this warp no longer reads the buffer."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.cta.bars.arrive(name, index)
+
+    def half_slot(self, entry):
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if self.cta.cfg.dq_slots == 1:
+            return wg, entry & 1
+        return (entry & 1) * 2 + wg, (entry >> 1) & 1
+
+    @cute.jit
+    def stage_dq(self, gemms, dq, entry, flags):
+        cta, cfg = self.cta, self.cta.cfg
+        half, phase = self.half_slot(entry)
+        cta.bars.wait("dq_empty", half, phase)
+        # Fragment order: 16-byte piece j of thread t at float (j * 128 + t) * 4, free of bank conflicts.
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        slot = cute.make_tensor(
+            cta.views.dq[None, half].iterator + thread * 4,
+            cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)),
+        )
+        mine = cute.make_tensor(dq.iterator, cute.make_layout(slot.shape))
+        if const_expr(cfg.last_finishes):
+            if (flags & LAST) != 0:
+                self.finish_dq(gemms, mine, slot, flags)
+                self.write_finished(gemms, dq, half)
+            else:
+                cute.autovec_copy(mine, slot)
+        else:
+            cute.autovec_copy(mine, slot)
+        self.signal_full(half)
+
+    @cute.jit
+    def finish_dq(self, gemms, mine, slot, flags):
+        """The slot holds what the contributors before have summed: add, as the bulk add would have."""
+        if (flags & FIRST) == 0:
+            part = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(cute.size(mine.shape[1])):
+                cute.autovec_copy(slot[None, j], part)
+                for i in cutlass.range_constexpr(4):
+                    mine[i, j] = part[i] + mine[i, j]
+        for i in cutlass.range_constexpr(cute.size(mine)):
+            mine[i] = mine[i] * self.cta.facts.scale
+
+    @cute.jit
+    def write_finished(self, gemms, dq, half):
+        cfg = self.cta.cfg
+        thread = fresh_thread_index() % WARPGROUP
+        wg = half % 2
+        # All threads have read their partial sums before the 16-bit tile overwrites them.
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
+        out = gemms.as_operand(dq)
+        piece = half * pieces_per_half(cfg, 64 * 64)
+        dst = gemms.store_dq.get_slice(thread).partition_D(self.cta.views.dq_out)
+        cute.copy(gemms.store_dq, gemms.store_dq.retile(out), dst[None, None, None, piece])
+
+    @cute.jit
+    def hand_over_dk(self, gemms, dk):
+        """dK into the dS buffers, so that it need not wait for a dQ slot: those drain only as fast as turns come."""
+        thread = fresh_thread_index() - WARPGROUP
+        scaled = cute.make_rmem_tensor_like(dk)
+        scaled.store(dk.load() * self.cta.facts.scale)
+        out = gemms.as_operand(scaled)
+        self.sync_consumers()  # both warpgroups have read the last dS
+        dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
+        cute.arch.fence_view_async_shared()
+        self.leave("dk_full", 0)
+
+    @cute.jit
+    def hand_over_dv(self, gemms, dv, entry):
+        """One warpgroup's rows of dV into its half-slot; the writer stores them while the next chain runs."""
+        cta, cfg = self.cta, self.cta.cfg
+        half, phase = self.half_slot(entry)
+        thread = fresh_thread_index() % WARPGROUP
+        out = gemms.as_operand(dv)
+        cta.bars.wait("dq_empty", half, phase)
+        piece = half * pieces_per_half(cfg, 64 * cfg.dim)
+        dst = gemms.store_grad.get_slice(thread).partition_D(cta.views.grad)
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
+        self.signal_full(half)
+
+    @cute.jit
+    def signal_full(self, half):
+        cute.arch.fence_view_async_shared()  # the bulk engine reads what these threads wrote
+        self.leave("dq_full", half)

@@ -1,0 +1,137 @@
+"""The five products of a task, bound once to their shared-memory operands.
+
+S^T = K Q^T and dP^T = V dO^T are computed transposed: each warpgroup then owns whole kv rows, and the fp32
+accumulator of P^T, rounded to 16 bit, is already the register operand of dV += P^T dO (likewise dS^T and dK).
+dQ = dS K mixes the rows of both warpgroups, so dS goes through shared memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from .bundles import Cta, element
+from .config import KernelConfig
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+
+def tiled_mma(cfg: KernelConfig, a_from, b_major, inst_n: int, groups):
+    op = warpgroup.MmaF16BF16Op(element(cfg), Float32, (64, inst_n, 16), a_from, K_MAJOR, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), groups)
+
+
+def transposed(t):
+    """The same memory with the first two modes exchanged."""
+    shape = (t.shape[1], t.shape[0], *t.shape[2:])
+    return cute.composition(t, cute.make_ordered_layout(shape, order=(1, 0, *range(2, cute.rank(t)))))
+
+
+@dataclass(frozen=True)
+class Gemms:
+    cfg: KernelConfig
+    score: Any  # tiled MMAs
+    grad: Any
+    query: Any
+    k_a: Any  # operand fragments: descriptors of shared memory
+    v_a: Any
+    q_b: Any
+    do_b: Any
+    q_t: Any
+    do_t: Any
+    ds_a: Any
+    k_t: Any
+    store_ds: Any  # copy of dS^T registers into dS
+    ds_dst: Any
+    store_grad: Any  # copies of one warpgroup's 64 rows
+    store_dq: Any
+
+    @staticmethod
+    def bind(cta: Cta, wg, thread) -> "Gemms":
+        """`thread` counts consumer threads; descriptors belong to the warpgroup, copies to the thread."""
+        cfg, v = cta.cfg, cta.views
+        score = tiled_mma(cfg, SMEM, K_MAJOR, cfg.tile_m, (2, 1, 1))
+        grad = tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, (2, 1, 1))
+        query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
+        g_score, g_grad, g_query = [x.get_slice(wg * 128) for x in (score, grad, query)]
+
+        def stmatrix(t):
+            return cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), element(cfg))
+
+        store_ds = cute.make_tiled_copy_C(stmatrix(True), score)
+        one = (1, 1, 1)
+        return Gemms(
+            cfg,
+            score,
+            grad,
+            query,
+            k_a=g_score.make_fragment_A(g_score.partition_A(v.k)),
+            v_a=g_score.make_fragment_A(g_score.partition_A(v.v)),
+            q_b=g_score.make_fragment_B(g_score.partition_B(v.q)),
+            do_b=g_score.make_fragment_B(g_score.partition_B(v.do)),
+            q_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.q))),
+            do_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.do))),
+            ds_a=g_query.make_fragment_A(g_query.partition_A(v.ds)),
+            k_t=g_query.make_fragment_B(g_query.partition_B(transposed(v.k))),
+            store_ds=store_ds,
+            ds_dst=store_ds.get_slice(thread).partition_D(transposed(v.ds)),
+            store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
+            store_dq=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, SMEM, MN_MAJOR, 64, one)),
+        )
+
+    def score_acc(self):
+        shape = self.score.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.tile_m))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def grad_acc(self):
+        shape = self.grad.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.dim))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def query_acc(self):
+        shape = self.query.get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.dim))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def as_operand(self, acc):
+        """16-bit copy of a score accumulator, seen as the A operand of a gradient product."""
+        half = cute.make_rmem_tensor_like(acc, element(self.cfg))
+        half.store(acc.load().to(element(self.cfg)))
+        return half
+
+    def operand_view(self, half):
+        shape = self.grad.get_slice(0).partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))
+        return cute.make_tensor(half.iterator, cute.make_layout(shape))
+
+    def issue_s(self, acc, stage):
+        issue(self.score, acc, self.k_a, self.q_b[None, None, None, stage], False)
+
+    def issue_dp(self, acc, stage):
+        issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False)
+
+    def issue_dv(self, acc, p, stage):
+        issue(self.grad, acc, self.operand_view(p), self.do_t[None, None, None, stage], True)
+
+    def issue_dk(self, acc, ds, stage):
+        issue(self.grad, acc, self.operand_view(ds), self.q_t[None, None, None, stage], True)
+
+    def issue_dq(self, acc, buffer):
+        issue(self.query, acc, self.ds_a[None, None, None, buffer], self.k_t, False)
+
+    def write_ds(self, ds, buffer):
+        cute.copy(self.store_ds, self.store_ds.retile(ds), self.ds_dst[None, None, None, buffer])
+
+
+def issue(mma, acc, a, b, accumulate):
+    """Issues one product asynchronously as one wgmma group.
+
+    A fresh atom per product: the accumulate bit is a field of the atom, and a shared one would carry it across.
+    """
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for kk in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, kk], b[None, None, kk], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()

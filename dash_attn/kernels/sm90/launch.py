@@ -1,0 +1,151 @@
+"""torch tensors + Program tables -> dQ, dK, dV on a Hopper GPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dash_attn.program import Program, Sequences
+
+from .config import KernelConfig
+
+LOG2_E = 1.4426950408889634
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Inputs(NamedTuple):
+    """Tensors (batch, seqlen, heads, dim); lse (batch, heads, seqlen), fp32, natural logarithm."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Grads(NamedTuple):
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """A verified and placed Program on the device: int32, contiguous."""
+
+    chains: torch.Tensor  # [C, 5] columns CHAIN
+    runs: torch.Tensor  # [R, 8] columns RUN and one of zeros
+    worker_first: torch.Tensor  # [W + 1]
+    worker_chains: torch.Tensor  # [C]
+    contributors: torch.Tensor  # [n_q]
+    empty_q_tiles: bool = False  # some q tile has no contributor: its dQ is zeroed here
+    row_lo: torch.Tensor | None = None  # [Sq] for mask "interval"
+    row_hi: torch.Tensor | None = None
+
+    @property
+    def workers(self) -> int:
+        return self.worker_first.numel() - 1
+
+    @staticmethod
+    def of(program: Program, placement: Sequences, rows: tuple[np.ndarray, ...], device: torch.device) -> DeviceTables:
+        """One copy to the device; `rows` are the intervals of the mask's rows, or nothing where it needs none."""
+        used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only take up an SM
+        first = np.append(placement.first[:-1][used], placement.first[-1])
+        runs = np.pad(program.runs, ((0, max(0, 1 - len(program.runs))), (0, 1)))
+        parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]
+        flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32)).to(device)
+        views = [view.view(part.shape) for view, part in zip(flat.split([p.size for p in parts]), parts, strict=True)]
+        return DeviceTables(*views[:5], bool((program.contributors == 0).any()), *views[5:])
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """fp32 side buffers, linear in tokens. Their content on entry does not matter, but for unordered sums."""
+
+    lse2: torch.Tensor
+    delta: torch.Tensor
+    dq_sum: torch.Tensor
+    counters: torch.Tensor
+
+    @staticmethod
+    def of(cfg: KernelConfig, q: torch.Tensor) -> Workspace:
+        batch, seqlen, heads, _ = q.shape
+        planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
+        f32 = dict(device=q.device, dtype=torch.float32)
+        return Workspace(
+            lse2=torch.empty(planes, n_q * cfg.tile_m, **f32),
+            delta=torch.empty(planes, n_q * cfg.tile_m, **f32),
+            dq_sum=torch.empty(planes, n_q, 2, cfg.half_floats, **f32),
+            counters=torch.empty(planes, n_q, 2, device=q.device, dtype=torch.int32),
+        )
+
+    @staticmethod
+    def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
+        n_q = -(-seqlen // cfg.tile_m)
+        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2)
+
+
+@functools.lru_cache(None)
+def resident_workers(device: torch.device) -> int:
+    """One CTA fills an SM's shared memory, so as many workers run together as there are SMs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor) -> None:
+    want = TORCH_DTYPES[cfg.dtype]
+    if q.dtype != want or q.shape[-1] != cfg.dim:
+        raise ValueError(f"kernel built for {want}, head dim {cfg.dim}; got {q.dtype}, {q.shape[-1]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} q heads are not a multiple of {k.shape[2]} kv heads")
+    available = resident_workers(q.device)
+    if tables.workers > available:
+        raise ValueError(f"the placement needs {tables.workers} resident workers, this GPU has {available}")
+    if cfg.mask == "interval" and tables.row_lo is None:
+        raise ValueError("mask 'interval' needs row_lo and row_hi in the tables")
+
+
+def backward(
+    cfg: KernelConfig,
+    tables: DeviceTables,
+    inputs: Inputs,
+    *,
+    scale: float,
+    into: Grads | None = None,
+    workspace: Workspace | None = None,
+) -> Grads:
+    """dQ, dK, dV of softmax(scale Q K^T + mask) V."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check(cfg, tables, q, k)
+    grads = Grads(*(torch.empty_like(t) for t in (q, k, v))) if into is None else into
+    if q.numel() == 0 or k.numel() == 0:
+        return Grads(*(t.zero_() for t in grads))
+    ws = Workspace.of(cfg, q) if workspace is None else workspace
+    if tables.empty_q_tiles:
+        grads.dq.zero_()
+    if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
+        ws.dq_sum.zero_()
+    launch(cfg, tables, inputs, grads, ws, scale)
+    return grads
+
+
+def launch(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, grads: Grads, ws: Workspace, scale: float) -> None:
+    from .cache import kernels
+
+    prepare, main, finish = kernels(cfg)
+    dout, q, k, v, out, lse = inputs
+    lo = tables.contributors if tables.row_lo is None else tables.row_lo  # not read unless the mask is interval
+    hi = tables.contributors if tables.row_hi is None else tables.row_hi
+    prepare((dout, out, lse), (ws.lse2, ws.delta, ws.counters))
+    main(
+        (q, dout, k, v, *grads),
+        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi),
+        (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors),
+        (scale, scale * LOG2_E),
+    )
+    if finish is not None:
+        finish(ws.dq_sum, grads.dq, scale)

@@ -1,0 +1,71 @@
+"""P and dS on the transposed score fragment.
+
+Element i = c + 2h + 4j of a thread's fragment is key row `row + 8h`, query column `col + 8j + c`,
+with row = 16 * warp + lane // 4 and col = 2 * (lane % 4).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+
+def column_pairs(stats, stage, lane, tile_m: int):
+    """The thread's columns of a per-query smem row, as (2, tile_m / 8) registers.
+
+    Called before the wait for the product they meet, so that the loads hide behind it.
+    """
+    col = cute.assume((lane % 4) * 2, divby=2)
+    src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
+    out = cute.make_rmem_tensor(src.shape, Float32)
+    cute.autovec_copy(src, out)
+    return out
+
+
+def exponentiate(s, lse, scale_log2):
+    """s = exp2(s * scale_log2 - lse), in place."""
+    for j in range(cute.size(lse.shape[1])):
+        for h in range(2):
+            for c in range(2):
+                i = c + 2 * h + 4 * j
+                s[i] = cute.math.exp2(s[i] * scale_log2 - lse[c, j], fastmath=True)
+
+
+def score_gradient(dp, p, delta):
+    """dp = p * (dp - delta), in place."""
+    for j in range(cute.size(delta.shape[1])):
+        for h in range(2):
+            for c in range(2):
+                i = c + 2 * h + 4 * j
+                dp[i] = p[i] * (dp[i] - delta[c, j])
+
+
+@cute.jit
+def mask_probabilities(cta, p, tile, thread):
+    """Zeroes what a partial tile (q tile, kv tile) must not see.
+
+    P is masked rather than S, so that no infinity meets a zero.
+    """
+    cfg, facts = cta.cfg, cta.facts
+    lane = cute.arch.lane_idx()
+    first_key = tile[1] * cfg.tile_n + (thread // 32) * 16 + lane // 4
+    first_q = tile[0] * cfg.tile_m + (lane % 4) * 2
+    if const_expr(cfg.mask == "interval"):
+        for j in cutlass.range_constexpr(cfg.tile_m // 8):
+            for c in cutlass.range_constexpr(2):
+                row = cutlass.min(first_q + 8 * j + c, facts.seqlen_q - 1)  # rows past the end have P = 0 already
+                lo, hi = cta.streams.row_lo[row], cta.streams.row_hi[row]
+                for h in cutlass.range_constexpr(2):
+                    key = first_key + 8 * h
+                    i = c + 2 * h + 4 * j
+                    p[i] = p[i] if (key >= lo and key < hi) else Float32(0.0)
+    else:
+        for h in cutlass.range_constexpr(2):
+            key = first_key + 8 * h
+            first_seen = Int32(0)  # columns before this one do not see the key
+            if const_expr(cfg.mask == "causal"):
+                first_seen = key - (facts.seqlen_k - facts.seqlen_q) - first_q
+            first_seen = first_seen if key < facts.seqlen_k else Int32(cfg.tile_m)
+            for j in cutlass.range_constexpr(cfg.tile_m // 8):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * h + 4 * j
+                    p[i] = p[i] if 8 * j + c >= first_seen else Float32(0.0)

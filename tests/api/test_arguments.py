@@ -1,0 +1,166 @@
+"""Bad arguments are refused with their name, what was given and what is accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn.api import attention, backward, explain
+from dash_attn.api.arguments import wants_determinism
+from dash_attn.api.backends import backend_for
+from dash_attn.api.hopper import HopperBackend
+from dash_attn.problem import Problem, tiles
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+Q, K = (2, 8, 4, 16), (2, 8, 2, 16)
+PACKED, PACKED_K = (8, 4, 16), (8, 2, 16)
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    return {"q": zeros(*Q), "k": zeros(*K), "v": zeros(*K), **changes}
+
+
+def packed(**changes: Any) -> dict[str, Any]:
+    return {"q": zeros(*PACKED), "k": zeros(*PACKED_K), "v": zeros(*PACKED_K), **changes}
+
+
+# What is wrong, the arguments, and words of the message.
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    (call(q=[1.0]), ["q must be a torch.Tensor", "list"]),
+    (call(k=np.zeros(K)), ["k must be a torch.Tensor", "ndarray"]),
+    (call(q=zeros(8, 16)), ["q must be (batch, seqlen, heads, dim)", "(8, 16)"]),
+    (call(k=zeros(8, 2, 16)), ["k", "number of dimensions of q, 4", "got 3"]),
+    (call(q=zeros(*Q, dtype=torch.float64)), ["q", "float32, bfloat16, float16", "torch.float64"]),
+    (call(v=zeros(*K, dtype=torch.bfloat16)), ["v", "dtype of q, torch.float32", "torch.bfloat16"]),
+    (call(k=zeros(*K, device="meta")), ["k", "device of q, cpu", "meta"]),
+    (call(k=zeros(2, 8, 2, 32)), ["k", "head dim of q, 16", "got 32"]),
+    (call(v=zeros(2, 8, 2, 8)), ["v", "head dim of q, 16", "got 8"]),
+    (call(k=zeros(3, 8, 2, 16)), ["k", "batch", "2", "3"]),
+    (call(v=zeros(2, 9, 2, 16)), ["v must have the shape of k", "(2, 8, 2, 16)", "(2, 9, 2, 16)"]),
+    (call(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), ["k and v", "divides q's 4", "got 3"]),
+    (call(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)), ["k and v", "divides q's 4", "got 0"]),
+    (call(q=zeros(0, 8, 4, 16), k=zeros(0, 8, 2, 16), v=zeros(0, 8, 2, 16)), ["batch", "at least 1"]),
+    (call(scale=math.inf), ["scale", "finite", "inf"]),
+    (call(window=(1, 2, 3)), ["window must be (left, right)", "(1, 2, 3)"]),
+    (call(window=(-2, 0)), ["window must be (left, right)", "-1 or None", "(-2, 0)"]),
+    (call(window=(1.5, 0)), ["window", "whole number", "1.5"]),
+    (call(mask=torch.ones(8, 8)), ["mask must be a dash_attn Mask", "Tensor"]),
+    (call(mask=tiles([[1]], 4, 4)), ["does not cover 8 queries x 8 keys"]),
+    (call(policy="best"), ["policy must be auto", "fa3", "'best'"]),
+    (call(policy=3), ["policy must be auto", "got 3"]),
+    (call(policy="shift:wide"), ["policy", "shift:wide", "whole number"]),
+    (call(cu_seqlens=[0, 8]), ["cu_seqlens goes with packed", "(2, 8, 4, 16)"]),
+    (call(cu_seqlens_k=[0, 8]), ["cu_seqlens_k", "without cu_seqlens"]),
+    (packed(), ["cu_seqlens goes with packed", "cu_seqlens=None", "(8, 4, 16)"]),
+    (packed(cu_seqlens=torch.tensor([0.0, 8.0])), ["cu_seqlens", "integers", "float32"]),
+    (packed(cu_seqlens=torch.tensor([[0, 8]])), ["cu_seqlens", "one row", "(1, 2)"]),
+    (packed(cu_seqlens=[0, 5, 3, 8]), ["cu_seqlens", "never decrease", "[0, 5, 3, 8]"]),
+    (packed(cu_seqlens=[0, 5]), ["cu_seqlens", "end with the 8 tokens", "[0, 5]"]),
+    (packed(cu_seqlens=[1, 8]), ["cu_seqlens", "begin with 0", "[1, 8]"]),
+    (packed(cu_seqlens=[0]), ["cu_seqlens", "got [0]"]),
+    (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 4, 8]), ["cu_seqlens_k", "as many sequences", "1", "2"]),
+    (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 9]), ["cu_seqlens_k", "8 tokens", "[0, 9]"]),
+    (packed(cu_seqlens=[0, 8], k=zeros(9, 2, 16), v=zeros(9, 2, 16)), ["cu_seqlens_k is needed", "8", "9"]),
+]
+
+
+def message_of(function: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        function(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("function", [attention, explain], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: None)
+def test_refused(function: Callable[..., Any], arguments: dict[str, Any], words: list[str]) -> None:
+    message = message_of(function, arguments)
+    assert all(word in message for word in words), message
+
+
+def gradients_of(**changes: Any) -> dict[str, Any]:
+    return call(dout=zeros(*Q), out=zeros(*Q), lse=zeros(2, 4, 8), **changes)
+
+
+REFUSED_BACKWARD: list[tuple[dict[str, Any], list[str]]] = [
+    (gradients_of() | {"dout": zeros(2, 8, 4, 8)}, ["dout must have the shape of q", "(2, 8, 4, 8)"]),
+    (gradients_of() | {"out": zeros(*Q, dtype=torch.float16)}, ["out must have the dtype of q", "torch.float16"]),
+    (gradients_of() | {"out": None}, ["out must be a torch.Tensor", "NoneType"]),
+    (gradients_of() | {"lse": zeros(2, 8, 4)}, ["lse must be (batch, heads, seqlen) = (2, 4, 8)", "(2, 8, 4)"]),
+    (gradients_of() | {"lse": zeros(2, 4, 8, dtype=torch.float64)}, ["lse", "torch.float32", "torch.float64"]),
+    (gradients_of(dq=zeros(2, 8, 2, 16)), ["dq must have the shape of q"]),
+    (gradients_of(dk=zeros(*K, dtype=torch.bfloat16)), ["dk must have the dtype of k"]),
+    (gradients_of(dv=3), ["dv must be a torch.Tensor", "int"]),
+    (gradients_of(sm_margin=-1), ["sm_margin", "from 0", "-1"]),
+    (gradients_of(policy="best"), ["policy must be auto"]),
+    (gradients_of(cu_seqlens_q=[0, 8]), ["cu_seqlens_q goes with packed"]),
+    (
+        packed(dout=zeros(*PACKED), out=zeros(*PACKED), lse=zeros(8, 4), cu_seqlens_q=[0, 8]),
+        ["lse must be (heads, tokens) = (4, 8)", "(8, 4)"],
+    ),
+    (gradients_of(q=zeros(*Q, dtype=torch.float64)), ["q", "torch.float64"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), REFUSED_BACKWARD, ids=lambda value: None)
+def test_backward_refused(arguments: dict[str, Any], words: list[str]) -> None:
+    message = message_of(backward, arguments)
+    assert all(word in message for word in words), message
+
+
+def test_policy_that_does_not_apply_is_refused_in_the_forward() -> None:
+    q, k, v = (torch.zeros(1, 600, 2, 16, requires_grad=True) for _ in range(3))
+    message = message_of(attention, {"q": q, "k": k, "v": v, "causal": True, "policy": "shift"})
+    assert "'shift' needs a mask without empty tiles" in message and "symmetric_shift" in message
+    message = message_of(attention, {"q": q, "k": k, "v": v, "policy": "fa3:4"})
+    assert "width" in message
+
+
+def test_other_devices_name_the_way_out() -> None:
+    with pytest.raises(NotImplementedError, match=r"on cpu and cuda.*\.cpu\(\)"):
+        backend_for(torch.device("meta"))
+
+
+def test_other_gpus_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(NotImplementedError, match=r"older GPU.*8\.0.*Hopper.*\.cpu\(\)"):
+        backend_for(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("dash_attn.api.hopper.find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match=r"dash-attn\[cuda\]"):
+        backend_for(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("dim", "dtype", "says"), [(80, "bfloat16", "head dim 80"), (64, "float32", "float32")])
+def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> None:
+    with pytest.raises(NotImplementedError, match=says):
+        HopperBackend().tile_shape(Problem(1, 1, 1, 8, 8, dim, dtype))
+
+
+def test_other_devices_are_refused_by_attention() -> None:
+    tensors = {name: zeros(1, 8, 2, 16, device="meta") for name in ("q", "k", "v")}
+    assert "q is on meta" in message_of(attention, tensors, NotImplementedError)
+
+
+def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    assert wants_determinism(None)
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "1")
+    assert wants_determinism(None) and not wants_determinism(False)
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    assert not wants_determinism(None) and wants_determinism(True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert wants_determinism(None)
+    finally:
+        torch.use_deterministic_algorithms(False)

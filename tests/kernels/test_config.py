@@ -1,0 +1,122 @@
+"""Feasibility of every shipped config, in pure Python."""
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from dash_attn.kernels.sm90.barriers import (
+    mbarrier_count,
+    mbarrier_offsets,
+    mbarrier_specs,
+    named_barrier_threads,
+    ring_depth_needed,
+)
+from dash_attn.kernels.sm90.config import RING, SMEM_LIMIT, KernelConfig, select, shipped
+from dash_attn.kernels.sm90.smem_plan import plan
+
+CONFIGS = shipped()
+IDS = [f"d{c.dim}-{c.dtype}-{c.mask}-{'ordered' if c.ordered else 'any'}" for c in CONFIGS]
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
+def test_shipped_configs_are_feasible(cfg):
+    assert cfg.problems() == []
+    assert len(set(CONFIGS)) == len(CONFIGS), "a config is its own cache key"
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
+def test_smem_buffers_are_disjoint_aligned_and_fit(cfg):
+    buffers = plan(cfg).buffers
+    for a, b in itertools.pairwise(buffers):
+        assert a.end <= b.offset
+    assert all(b.offset % b.align == 0 for b in buffers)
+    assert plan(cfg).total <= SMEM_LIMIT
+
+
+def test_smem_totals():
+    assert plan(select(64, "bf16", "full")).total == 232_448
+    assert plan(select(128, "bf16", "full")).total == 231_424
+
+
+def test_dk_fits_into_the_ds_buffers():
+    for cfg in CONFIGS:
+        assert 2 * cfg.tile_n * cfg.dim <= plan(cfg)["ds"].bytes
+
+
+def test_dv_and_finished_dq_fit_into_half_slots():
+    for cfg in CONFIGS:
+        assert 2 * 64 * cfg.dim <= 4 * cfg.half_floats
+        assert 4 * cfg.half_floats >= 2 * 64 * 64
+
+
+def test_barrier_arrivals():
+    counts = {s.name: (s.count, s.arrivals) for s in mbarrier_specs(select(128, "bf16", "causal"))}
+    assert counts == {
+        "q_full": (2, 1),
+        "q_empty": (2, 8),
+        "do_full": (2, 1),
+        "do_empty": (2, 8),
+        "k_full": (1, 1),
+        "k_empty": (1, 8),
+        "v_full": (1, 1),
+        "v_empty": (1, 8),
+        "task_full": (16, 1),
+        "dq_full": (4, 4),
+        "dq_empty": (4, 1),
+        "dk_full": (1, 8),
+        "dk_empty": (1, 1),
+    }
+
+
+@pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)
+def test_barrier_ids(cfg):
+    ids = named_barrier_threads(cfg)
+    assert max(ids) < 16 and ids[0] == cfg.threads and ids[1] == cfg.consumer_threads
+    offsets = mbarrier_offsets(cfg)
+    assert len(set(offsets.values())) == len(offsets) and max(offsets.values()) < mbarrier_count(cfg)
+    assert ring_depth_needed(cfg) <= RING and RING & (RING - 1) == 0
+
+
+def test_registers_beyond_the_launch_allocation_are_refused():
+    """setmaxnreg moves only what the CTA was launched with; asking for more hangs the second consumer warpgroup."""
+    cfg = dataclasses.replace(select(128, "bf16", "full"), worker_regs=32)
+    assert any("setmaxnreg" in p for p in cfg.problems())
+    assert dataclasses.replace(cfg, worker_regs=40, consumer_regs=232).problems() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(dim=96),
+        dict(tile_m=80),
+        dict(tile_n=64),
+        dict(dtype="fp32"),
+        dict(mask="tree"),
+        dict(dq_slots=3),
+        dict(finish="never"),
+        dict(consumer_regs=248),
+        dict(stages=3),
+        dict(dq_slots=1, split=True),
+    ],
+)
+def test_infeasible_configs_say_why(change):
+    cfg = dataclasses.replace(KernelConfig(dim=128, tile_m=64), **change)
+    assert cfg.problems()
+    with pytest.raises(ValueError, match="cannot run on sm_90a"):
+        cfg.validate()
+
+
+def test_expected_products():
+    assert select(128, "bf16", "full").wgmma_per_task == 8 + 8 + 4 + 4 + 8
+    assert select(64, "bf16", "full").wgmma_per_task == 4 + 4 + 8 + 8 + 8
+
+
+def test_pure_python_files_need_no_compiler():
+    code = (
+        "import sys; import dash_attn.kernels.sm90.config, dash_attn.kernels.sm90.smem_plan, "
+        "dash_attn.kernels.sm90.barriers; sys.exit('cutlass' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
