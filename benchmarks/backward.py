@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -75,8 +75,17 @@ def models() -> list[Cell]:
     return made + [Cell(f"{m} 16x4096", Problem(16, h, h, 4096, 4096, 64)) for m, h in diffusion]
 
 
-def config(cell: Cell, ordered: bool = True) -> KernelConfig:
-    return select(cell.problem.dim, "bf16", "causal" if cell.causal else "full", ordered)
+def config(cell: Cell, ordered: bool = True, changes: dict | None = None) -> KernelConfig:
+    mask = "causal" if cell.causal else "full"
+    cfg = select(cell.problem.dim, "bf16", mask, ordered, cell.problem.len_k)
+    return replace(cfg, **changes).validate() if ordered and changes else cfg
+
+
+def orders_of(cell: Cell, asked: list[str]) -> list[str]:
+    """Those asked for that apply to the mask, or the usual ones."""
+    usual = ORDERS["causal" if cell.causal else "full"]
+    wrong = "shift" if cell.causal else "symmetric_shift"
+    return [order for order in asked if order.partition(":")[0] != wrong] or list(usual)
 
 
 def placed(cell: Cell, policy: str, folder: Path | None):
@@ -142,13 +151,13 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict:
 
     calls = {"fa4": peer(False), "fa4 det": peer(True)}
     want, worst, failed = calls["fa4 det"]()[:3], {}, {}
-    orders = args.orders or ORDERS["causal" if cell.causal else "full"]
+    orders = orders_of(cell, args.orders)
     variants = [(order, True) for order in orders] + ([(orders[0], False)] if args.any else [])
     for order, ordered in variants:
         name = order if ordered else f"any ({order})"
         try:
             program, placement = placed(cell, order, args.programs)
-            tables, cfg = DeviceTables.of(program, placement, (), device), config(cell, ordered)
+            tables, cfg = DeviceTables.of(program, placement, (), device), config(cell, ordered, args.config)
             ws, into = Workspace.of(cfg, q), Grads(*(torch.full_like(t, float("nan")) for t in (q, k, v)))
             scale = p.softmax_scale
             call = lambda c=cfg, t=tables, w=ws, g=into, s=scale: backward(c, t, inputs, scale=s, into=g, workspace=w)  # noqa: E731
@@ -163,7 +172,8 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict:
             calls[name] = call
         except ValueError as error:
             failed[name] = str(error)
-    samples = time_all(calls, args.budget_ms, args.rounds)
+    timed = calls if args.peers else {name: call for name, call in calls.items() if not name.startswith("fa4")}
+    samples = time_all(timed, args.budget_ms, args.rounds)
     row = {"cell": cell.name, "flops": cell.flops, "failed": failed, "deviation": worst, "us": {}}
     for name, values in samples.items():
         p20, p80 = np.percentile(values, [20, 80]).tolist()
@@ -175,8 +185,9 @@ def line(row: dict) -> str:
     parts = []
     for name, us in row["us"].items():
         tflops = row["flops"] / us["median"] / 1e6
-        ratio = row["us"]["fa4 det"]["median"] / us["median"]
-        parts.append(f"{name} {tflops:.0f}" + ("" if name.startswith("fa4") else f" ({ratio:.2f}x)"))
+        peer = row["us"].get("fa4 det")
+        ratio = f" ({peer['median'] / us['median']:.2f}x)" if peer and not name.startswith("fa4") else ""
+        parts.append(f"{name} {tflops:.0f}{ratio}")
     return f"{row['cell']:22} " + "  ".join(parts) + "".join(f"  FAILED {n}: {w}" for n, w in row["failed"].items())
 
 
@@ -233,6 +244,8 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--orders", nargs="*", default=[], help="policies to time instead of the usual ones")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON of kernel config fields to change")
+    parser.add_argument("--peers", type=int, default=1, help="0: leave the peer out of the timing")
     parser.add_argument("--any", action="store_true", help="also unordered sums, the price of determinism")
     parser.add_argument("--models", action="store_true", help="model shapes instead of the grid")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="GPU time per variant")
@@ -245,7 +258,7 @@ def main() -> None:
     if args.prepare:
         args.prepare.mkdir(parents=True, exist_ok=True)
         for cell in chosen:
-            for order in args.orders or ORDERS["causal" if cell.causal else "full"]:
+            for order in orders_of(cell, args.orders):
                 placed(cell, order, args.prepare)
         print(f"prepared {len(list(args.prepare.glob('*.placement.npz')))} programs in {args.prepare}")
         return
@@ -256,7 +269,8 @@ def main() -> None:
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
-    print(summary(rows))
+    if args.peers:
+        print(summary(rows))
     if any(row["failed"] for row in rows):
         sys.exit(1)
 

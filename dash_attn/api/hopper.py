@@ -113,7 +113,7 @@ def _config(problem: Problem, ordered: bool) -> KernelConfig:
             "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
         )
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
-    return select(problem.dim, DTYPES[problem.dtype], mask, ordered)
+    return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)
 
 
 @lru_cache(maxsize=256)

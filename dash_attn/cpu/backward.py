@@ -86,5 +86,5 @@ def workspace_bytes(problem: Problem, program: Program, workers: int, threads: i
     """What `backward` allocates beside the gradients, but for small change: linear in the tokens."""
     g, dim = program.geometry, problem.dim
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
-    planes = rows_q * (3 * dim + 2) + rows_k * 2 * dim
+    planes = rows_q * (4 * dim + 1) + rows_k * 2 * dim
     return 4 * (planes + threads * 3 * g.tile_m * g.tile_n + workers * (2 * g.tile_n + g.tile_m) * dim)

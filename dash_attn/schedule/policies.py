@@ -87,8 +87,8 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """Long chain i, then its short partner n-1-i; an odd middle chain stays alone.
 
     Long chains rotate through the rectangle of q tiles that all of them share, then climb their own triangle
-    from the diagonal; short chains come down from the last q tile of the last query head, which is the one that
-    was rotated through last.
+    from the diagonal; short chains come down from the last q tile. The rotation goes through one query head of the
+    group at a time, all pairs together, so that its tiles stay in cache.
     """
     tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
     chains, longs = np.arange(n), n - n // 2
@@ -100,7 +100,7 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
     rotated = tasks.head * circle + (tasks.q - split - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
     climbing = group * circle + _ascending(tiling, tasks)
-    coming_down = (group - 1 - tasks.head) * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    coming_down = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
     is_long = tasks.chain < longs
     visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), coming_down)
     start = np.where(chains < longs, 0, length[partner])

@@ -17,7 +17,7 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 def config_of(problem: Problem, *, ordered: bool = True) -> KernelConfig:
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
-    return select(problem.dim, SHORT[problem.dtype], mask, ordered)
+    return select(problem.dim, SHORT[problem.dtype], mask, ordered, problem.len_k)
 
 
 def tables_of(problem: Problem, cfg: KernelConfig, policy: str, workers: int) -> DeviceTables:

@@ -13,6 +13,7 @@ RING = 16  # task entries in flight between the roles (see barriers.ring_depth_n
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
+MANY_KEYS = 4096  # from here on a pass of its own finishes dQ (measured: gains at 4k and 16k)
 
 
 @dataclass(frozen=True)
@@ -121,19 +122,25 @@ class KernelConfig:
         return self
 
 
-def select(dim: int, dtype: str, mask: str, ordered: bool = True) -> KernelConfig:
-    """The shipped config for a head dim, dtype and kind of mask."""
+def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0) -> KernelConfig:
+    """The shipped config for a head dim, dtype, kind of mask and number of keys. Bits depend on the first three."""
     if dim not in (64, 128):
         raise ValueError(f"head dim {dim} is not built; 64 and 128 are")
-    tile_m = 64 if dim == 128 else 128
-    finish = "last" if ordered else "postpass"
-    # 128-row q tiles leave one step between neighbours of a shift, so there the shorter hand-over of a half tile
-    # pays (6 % at head dim 64); 64-row tiles leave two, and two writers in rotation are faster.
-    split = ordered and dim == 64
+    # The last contributor stages its sum only once its turn has come, and its tensor cores idle until then. Where many
+    # contribute to a tile that costs more than a pass over the sums, where few do it saves the pass.
+    finish = "last" if ordered and len_k < MANY_KEYS else "postpass"
     return KernelConfig(
-        dim=dim, tile_m=tile_m, dtype=dtype, mask=mask, ordered=ordered, finish=finish, split=split
+        dim=dim,
+        tile_m=64 if dim == 128 else 128,
+        dtype=dtype,
+        mask=mask,
+        ordered=ordered,
+        finish=finish,
+        # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
+        split=ordered and dim == 64,
     ).validate()
 
 
 def shipped() -> list[KernelConfig]:
-    return [select(d, t, m, o) for d in (64, 128) for t in DTYPES for m in MASKS for o in (True, False)]
+    kinds = ((True, 0), (True, MANY_KEYS), (False, 0))
+    return [select(d, t, m, *kind) for d in (64, 128) for t in DTYPES for m in MASKS for kind in kinds]
