@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dash_attn import __version__
-from dash_attn.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row
+from dash_attn.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row, working
 from dash_attn.cli.workload import Workload, parse_model
 from dash_attn.program import load, place, save
 from dash_attn.schedule import POLICIES, applicable
@@ -93,12 +93,13 @@ def simulate_command(
 ) -> None:
     """Run one policy in the model: makespan, lower bound, bubbles, stalls."""
     workload = Workload(mask, q_tiles, kv_tiles, heads, kv_heads, batch, seqlen, tile)
-    program = workload.program(policy, width)
-    count = workers_of(workload, workers)
+    count, chosen = workers_of(workload, workers), parse_model(model, compute, reduce)
     drawn = any((gantt, html, perfetto))
-    co_resident = verify(program, count).co_resident
-    result = simulate(program, count, parse_model(model, compute, reduce), record=drawn)
-    row = simulation_row(result, co_resident)
+    with working("planning and simulating"):
+        program = workload.program(policy, width)
+        co_resident = verify(program, count).co_resident
+        result = simulate(program, count, chosen, record=drawn)
+        row = simulation_row(result, co_resident)
     if save_to is not None:
         save(program, save_to)
     if drawn:
@@ -140,9 +141,10 @@ def compare(
     """Every policy that applies, side by side."""
     workload = Workload(mask, q_tiles, kv_tiles, heads, kv_heads, batch, seqlen, tile)
     count, chosen = workers_of(workload, workers), parse_model(model, compute, reduce)
-    names = applicable(workload.tiling())
-    programs = [workload.program(name, width if POLICIES[name].windowed else None) for name in names]
-    rows = policy_rows(programs, count, chosen)
+    with working("planning and simulating every policy"):
+        names = applicable(workload.tiling())
+        programs = [workload.program(name, width if POLICIES[name].windowed else None) for name in names]
+        rows = policy_rows(programs, count, chosen)
     if html is not None:
         from dash_attn import viz
 
@@ -211,8 +213,9 @@ def verify_command(
     if workers is not None and workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
     try:
-        program = load(file)
-        found = verify(program, workers)
+        with working("verifying"):
+            program = load(file)
+            found = verify(program, workers)
     except ValueError as error:
         tasks = [str(task) for task in error.tasks] if isinstance(error, VerifyError) else []
         if as_json:
@@ -245,7 +248,8 @@ def figures(
     from dash_attn import viz
 
     out.mkdir(parents=True, exist_ok=True)
-    paths = [str(path) for path in viz.figures(out)]
+    with working("drawing"):
+        paths = [str(path) for path in viz.figures(out)]
     if as_json:
         emit(paths)
     else:
@@ -267,9 +271,11 @@ def explain(
 ) -> None:
     """What would run for a problem: tiles, order, fingerprint, co-residency, bounds, critical path."""
     workload = Workload(mask, heads=heads, kv_heads=kv_heads, batch=batch, seqlen=seqlen, tile=tile)
-    program, count = workload.program(policy, width), workers_of(workload, workers)
-    found = verify(program, count)
-    result = simulate(program, count, parse_model("machine", None, None), record=False)
+    count = workers_of(workload, workers)
+    with working("planning and simulating"):
+        program = workload.program(policy, width)
+        found = verify(program, count)
+        result = simulate(program, count, parse_model("machine", None, None), record=False)
     facts: dict[str, Any] = {
         "policy": program.policy,
         "order": POLICIES[program.policy.partition(":")[0]].summary,

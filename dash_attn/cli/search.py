@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-
-from dash_attn.cli.tables import Row, policy_rows, simulation_row
+from dash_attn.cli.tables import Row, policy_rows, simulation_row, working
 from dash_attn.program import Program, build
 from dash_attn.schedule import applicable, schedule
 from dash_attn.simulate import Paper, simulate
@@ -31,8 +29,7 @@ def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | Non
 def _exact(tiling: Tiling, workers: int, model: Paper, seconds: float) -> tuple[Row, Program]:
     from dash_attn.schedule.exact import exact
 
-    console = Console(stderr=True)
-    with console.status("solving") as status:
+    with working("solving") as status:
 
         def progress(best: float, bound: float) -> None:
             status.update(f"solving: best so far {best:g}, none below {bound:g}")

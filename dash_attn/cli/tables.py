@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from dash_attn.program import Program
@@ -91,6 +92,11 @@ def fact_table(facts: Mapping[str, object], title: str) -> Table:
     for name, value in facts.items():
         table.add_row(name, str(value))
     return table
+
+
+def working(what: str) -> Status:
+    """A spinner on standard error while something takes its time; nothing where that is no terminal."""
+    return Console(stderr=True).status(what)
 
 
 def console() -> Console:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from dash_attn.program import Costs
 
@@ -48,16 +48,7 @@ class Machine:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def costs(self) -> Costs:
-        return Costs(
-            compute=self.compute,
-            partial=self.partial,
-            reduce=self.reduce,
-            handoff=self.handoff,
-            prologue=self.prologue,
-            epilogue=self.epilogue,
-            depth=self.depth,
-            writers=self.writers,
-        )
+        return Costs(**asdict(self))
 
 
 Model = Paper | Machine
