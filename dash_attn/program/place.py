@@ -32,6 +32,7 @@ def place(program: Program, workers: int) -> Sequences:
     for placed in (*rules, dealt):
         if replay(program, placed, Costs()).status == FINISHED:
             return placed
+    # Seats are taken as in this very replay, so it is the proof too. With too few workers nothing would do.
     started = replay(program, bundles(program), Costs(), resident=workers)
     return dealt if started.resident > workers else _gather(program, started.seat, workers)
 

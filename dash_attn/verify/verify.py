@@ -45,8 +45,8 @@ def verify(program: Program, workers: int | None = None, placement: Sequences | 
                 f"deadlock with {workers} co-resident workers: this order needs {needs.resident} "
                 f"(policy {program.policy}; a smaller window width needs fewer)"
             )
-        placement = place(program, workers)
-    if placement is not None:
+        placement = place(program, workers)  # gives only what it has replayed
+    elif placement is not None:
         _check_placement(program, placement, workers)
     return Verified(program, needs.resident, placement)
 
@@ -93,11 +93,8 @@ def _check_tables(program: Program) -> None:
 def _check_cover(program: Program) -> None:
     """Each chain visits each of its non-empty tiles once per query head of its group, with the right mask flag."""
     g = program.geometry
-    state = np.zeros((g.num_kv, g.num_q), np.int8)  # 0 empty, 1 full, 2 partial
-    for kv, first, count, partial in program.tiles.tolist():
-        inside = 0 <= kv < g.num_kv and 0 <= first < first + count <= g.num_q and partial in (0, 1)
-        _require(inside and not state[kv, first : first + count].any(), "the tile table is broken")
-        state[kv, first : first + count] = 1 + partial
+    state = np.zeros((g.num_kv, g.num_q), np.int8)
+    _require(_unroll_tiles(program.tiles, state), "the tile table is broken")
     at = _distinct(program.chains[:, 2:])
     distinct = program.chains[at, 2:]
     kind, row, run, offset = _cover(distinct, program.runs, state, g.group)
@@ -117,6 +114,21 @@ def _check_cover(program: Program) -> None:
         3: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
     }[int(kind)]
     raise VerifyError(message, (task,))
+
+
+@compiled
+def _unroll_tiles(tiles, state):  # type: ignore[no-untyped-def]
+    """Fill in 1 for full and 2 for partial tiles; false if rows of the table overlap or lead outside."""
+    num_kv, num_q = state.shape
+    for row in range(len(tiles)):
+        kv, first, count, partial = tiles[row]
+        if kv < 0 or kv >= num_kv or first < 0 or count < 1 or count > num_q - first or partial not in (0, 1):
+            return False
+        for q in range(first, first + count):
+            if state[kv, q] != 0:
+                return False
+            state[kv, q] = 1 + partial
+    return True
 
 
 @compiled
