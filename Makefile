@@ -3,8 +3,11 @@ PYTHON ?= python3
 
 VENV  := .venv
 BIN   := $(VENV)/bin
-# Newer than pyproject.toml and constraints.txt once the environment matches them.
+# Newer than pyproject.toml and constraints.txt once the environment matches them: what the package needs to run,
+# and what its tests need beside (the kernel compiler, Transformers, linters), which is most of the download.
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-for-tests
+PIP   := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help env demo test lint types gpu-test clean distclean
@@ -19,31 +22,35 @@ help:
 	@echo "make clean      remove caches and outputs (distclean: $(VENV) too)"
 	@echo "PYTHON=...      the Python (3.10 or later) that $(VENV) is made with, now $(PYTHON)"
 
-env: $(STAMP)
+env: $(TESTS)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "dash_attn needs Python 3.10 or later; try: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Installing dash-attn and its pinned dependencies into $(VENV): a few minutes the first time."
+	@echo "Installing dash-attn and its pinned dependencies into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,hf,search]'
+	@$(PIP) -e .
 	@touch $@
-	@echo "Environment ready."
+
+$(TESTS): $(STAMP)
+	@echo "Installing what the tests need: another minute or two the first time."
+	@$(PIP) -e '.[dev,hf,search]'
+	@touch $@
 
 demo: $(STAMP)
 	@$(BIN)/dash-attn demo
 
-lint: $(STAMP)
+lint: $(TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP)
+types: $(TESTS)
 	$(BIN)/mypy
 
 test: lint types
 	$(BIN)/python -m pytest -n 2
 
-gpu-test: $(STAMP)
+gpu-test: $(TESTS)
 	$(BIN)/python -m pytest -m gpu
 
 clean:
