@@ -16,18 +16,23 @@ __all__ = [
     "backward",
     "documents",
     "explain",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "tiles",
     "window",
 ]
 
 if TYPE_CHECKING:
-    from dash_attn.api import attention, backward, explain
+    from dash_attn.api.attention import attention
+    from dash_attn.api.backward import backward
+    from dash_attn.api.explain import explain
+    from dash_attn.api.flash import flash_attn_func, flash_attn_varlen_func
     from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
     from dash_attn.tiling import TileShape
 
 # Loaded on first use: torch alone takes seconds, and most of the package does without it.
 _HOME = {
-    **dict.fromkeys(("attention", "backward", "explain"), "dash_attn.api"),
+    **dict.fromkeys(("attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func"), "dash_attn.api"),
     **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem", "documents", "tiles", "window"), "dash_attn.problem"),
     "TileShape": "dash_attn.tiling",
 }

@@ -34,6 +34,24 @@ def problem_of(
 
     `boundaries` are the cu_seqlens of queries and of keys, by the names the caller knows them by.
     """
+    check_tensors(q, k, v, boundaries, scale)
+    return Problem(
+        batch=q.shape[0] if q.ndim == 4 else 1,
+        heads_q=q.shape[-2],
+        heads_kv=k.shape[-2],
+        len_q=q.shape[-3],
+        len_k=k.shape[-3],
+        dim=q.shape[-1],
+        dtype=DTYPES[q.dtype],
+        scale=None if scale is None else float(scale),
+        mask=mask_of(causal, window, mask) & documents_of(boundaries, q, k),
+    )
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Mapping[str, Boundaries | None], scale: float | None
+) -> None:
+    """All that can be said without reading a value, so that torch.compile can trace it."""
     _check_tensor("q", q)
     if q.ndim not in (3, 4):
         raise ValueError(
@@ -60,17 +78,7 @@ def problem_of(
         raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None, got {scale}")
-    return Problem(
-        batch=q.shape[0] if q.ndim == 4 else 1,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        len_q=q.shape[-3],
-        len_k=k.shape[-3],
-        dim=q.shape[-1],
-        dtype=DTYPES[q.dtype],
-        scale=None if scale is None else float(scale),
-        mask=_mask(causal, window, mask) & _documents(boundaries, q, k),
-    )
+    _check_packing(boundaries, q)
 
 
 def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
@@ -100,6 +108,11 @@ def check_policy(policy: str) -> None:
         raise ValueError(f"policy must be auto, {', '.join(POLICIES)}, or 'name:width'; got {policy!r}")
 
 
+def check_margin(sm_margin: int) -> None:
+    if not isinstance(sm_margin, int) or sm_margin < 0:
+        raise ValueError(f"sm_margin must be a whole number from 0, got {sm_margin!r}")
+
+
 def wants_determinism(deterministic: bool | None) -> bool:
     """The argument if given, else what the process asks for, read at every call and never at import; else yes."""
     if deterministic is not None:
@@ -107,7 +120,7 @@ def wants_determinism(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") != "0"
 
 
-def _mask(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
+def mask_of(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
     total = (CAUSAL if causal else FULL) & (mask or FULL)
@@ -120,16 +133,10 @@ def _mask(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
     return total & window(*sides)
 
 
-def _documents(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tensor) -> Mask:
+def documents_of(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tensor) -> Mask:
+    """The packed sequences, if any: here values are read."""
     (q_name, cu_q), (k_name, cu_k) = boundaries.items()
-    if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
-        raise ValueError(
-            f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "
-            f"with it; got {q_name}{'=None' if cu_q is None else ''} and shape {tuple(q.shape)}"
-        )
     if cu_q is None:
-        if cu_k is not None:
-            raise ValueError(f"{k_name} was given without {q_name}")
         return FULL
     first = _checked(q_name, cu_q, q.shape[-3])
     if cu_k is None:
@@ -140,6 +147,17 @@ def _documents(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tensor
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
     return documents(first, second)
+
+
+def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> None:
+    (q_name, cu_q), (k_name, cu_k) = boundaries.items()
+    if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
+        raise ValueError(
+            f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "
+            f"with it; got {q_name}{'=None' if cu_q is None else ''} and shape {tuple(q.shape)}"
+        )
+    if cu_q is None and cu_k is not None:
+        raise ValueError(f"{k_name} was given without {q_name}")
 
 
 def _checked(name: str, values: Boundaries, tokens: int) -> list[int]:

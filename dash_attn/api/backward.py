@@ -9,6 +9,7 @@ from dash_attn.api.arguments import (
     Window,
     check_like,
     check_lse,
+    check_margin,
     check_policy,
     problem_of,
     wants_determinism,
@@ -60,8 +61,7 @@ def backward(
     check_like("out", out, "q", q)
     check_like("dout", dout, "q", q)
     check_lse(lse, q)
-    if not isinstance(sm_margin, int) or sm_margin < 0:
-        raise ValueError(f"sm_margin must be a whole number from 0, got {sm_margin!r}")
+    check_margin(sm_margin)
     backend = backend_for(q.device)
     into = []
     for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):

@@ -38,6 +38,7 @@ class HopperBackend:
                 "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
                 "your own forward"
             )
+        q, k, v = (_aligned(x) for x in (q, k, v))
         left, right = problem.mask.left, problem.mask.right
         documents = problem.mask.documents
         keywords = {
@@ -50,12 +51,22 @@ class HopperBackend:
                 q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
             )
             return out, lse
-        cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32, device=q.device) for cu in (documents.cu_q, documents.cu_k))
-        longest = [int(cu.diff().max()) for cu in (cu_q, cu_k)]
+        # Rows of a batch are packed one behind the other, each with the same documents.
+        starts = [
+            torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
+            for cu in (documents.cu_q, documents.cu_k)
+        ]
+        longest = [int(cu.diff().max()) for cu in starts]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q[0], k[0], v[0], cu_q, cu_k, *longest, 0.0, right == 0, False, **keywords
+            *(x.flatten(0, 1) for x in (q, k, v)),
+            *(cu.to(q.device) for cu in starts),
+            *longest,
+            0.0,
+            right == 0,
+            False,
+            **keywords,
         )
-        return out.unsqueeze(0), lse.unsqueeze(0)
+        return out.view_as(q), lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
         from dash_attn.kernels.sm90.launch import Grads, Inputs, backward

@@ -22,6 +22,8 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
     Rows that see nothing have out = 0 and lse = -inf.
     """
+    # The kernel reads neighbours along a row whatever its stride, without a check.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     k, v = (x.repeat_interleave(problem.group, dim=2) if problem.group > 1 else x for x in (k, v))
     mask, len_q, len_k = problem.mask, problem.len_q, problem.len_k
     # Its own causal mask is aligned at the start, and scaled with the scores: 0 or less would turn it around.

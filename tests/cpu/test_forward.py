@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn import cpu
-from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from tests.cpu.reference import error, exact, inputs
 from tests.strategies import examples, problems, tile_masks
 
@@ -70,3 +70,13 @@ def test_bits_do_not_depend_on_threads() -> None:
             assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(5, 3)], ids=str)
+def test_strides_do_not_matter(mask: Mask) -> None:
+    """torch's kernel takes rows for contiguous without a look: rows that are not must be copied first."""
+    problem = Problem(2, 4, 2, 40, 40, 16, "float32", mask=mask)
+    q, k, v, _ = inputs(problem, 0)
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    for a, b in zip(cpu.forward(problem, q, k, v), cpu.forward(problem, *turned), strict=True):
+        assert torch.equal(a, b)

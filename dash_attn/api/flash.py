@@ -1,0 +1,163 @@
+"""flash_attn_func and flash_attn_varlen_func: calls written for FlashAttention 2 or 3, run here.
+
+Positional arguments come in FlashAttention 2's order; what FlashAttention 3 adds goes by name, as do its own
+arguments after v, whose order differs. Conventions are theirs: q, k and v (batch, seqlen, heads, dim), packed
+(tokens, heads, dim), and the output like q; the log-sum-exp float32, natural logarithm, (batch, heads, seqlen),
+packed (heads, tokens), without gradient; causal masks and windows aligned at the end of each sequence; a row that
+sees nothing has output 0 and log-sum-exp -inf, where FlashAttention 2 says inf. One default differs: deterministic
+is None, which is yes unless the process asks otherwise, as in dash_attn.attention.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dash_attn.api.arguments import Boundaries, Window
+from dash_attn.api.attention import attend
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+NO_LIMIT: Window = (-1, -1)
+
+# What there is no kernel for, and what to do instead.
+WAY_OUT = {
+    "dropout_p": "train with attention dropout 0 (attention_dropout=0.0 in most configurations)",
+    "softcap": "use a model without logit capping, or torch's flex_attention with a score_mod",
+    "alibi_slopes": "use rotary positions, or torch's flex_attention with a score_mod",
+    "qv": "compute q and k in full: the part that meets v is for absorbed decoding",
+    "q_descale": "give q in bfloat16 or float16",
+    "k_descale": "give k in bfloat16 or float16",
+    "v_descale": "give v in bfloat16 or float16",
+    "attention_chunk": "give the chunks as sequences to flash_attn_varlen_func",
+    "seqused_q": "leave unused tokens out of q and cu_seqlens_q",
+    "seqused_k": "leave unused tokens out of k, v and cu_seqlens_k",
+    "block_table": "gather k and v first: paged caches are for inference",
+}
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window | None = NO_LIMIT,
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool = False,
+    *,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
+
+    window_size    (left, right), -1 or None for no limit
+    deterministic  None: yes, unless FLASH_ATTENTION_DETERMINISTIC=0 at this call and torch does not insist
+    sm_margin      processors of a GPU that the backward leaves to others; it never changes the bits
+
+    num_splits and pack_gqa tune FlashAttention's forward and are without effect. dropout_p, softcap, alibi_slopes, qv,
+    the descales and attention_chunk are refused unless they are 0 or None.
+    """
+    _refuse(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    out, lse = attend(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window_size,
+        boundaries={"cu_seqlens_q": None, "cu_seqlens_k": None},
+        mask=None,
+        scale=softmax_scale,
+        policy="auto",
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Boundaries,
+    cu_seqlens_k: Boundaries,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window | None = NO_LIMIT,
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """Attention over packed sequences, (tokens, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
+
+    `cu_seqlens_q` and `cu_seqlens_k` are 0 and the end of each sequence, tensors or lists. The longest sequences are
+    found in them: max_seqlen_q and max_seqlen_k are without effect. Else as flash_attn_func; block_table and seqused
+    are refused unless None.
+    """
+    _refuse(
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        block_table=block_table,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+    )
+    out, lse = attend(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window_size,
+        boundaries={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+        mask=None,
+        scale=softmax_scale,
+        policy="auto",
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def _refuse(**arguments: object) -> None:
+    for name, given in arguments.items():
+        if given is not None and (isinstance(given, Tensor) or given != 0):
+            shown = "a tensor" if isinstance(given, Tensor) else given
+            raise NotImplementedError(f"{name} was given ({shown}), for which dash_attn has no kernel: {WAY_OUT[name]}")
