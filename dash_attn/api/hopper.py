@@ -27,12 +27,12 @@ class HopperBackend:
     always_deterministic = False
 
     def tile_shape(self, problem: Problem) -> TileShape:
-        cfg = _config(problem, True)
+        cfg = config_of(problem, True)
         return TileShape(cfg.tile_m, cfg.tile_n)
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """torch's flash kernel. It has no tile masks: for those the caller brings out and lse to `backward`."""
-        _config(problem, True)
+        config_of(problem, True)
         if problem.mask.tiles is not None:
             raise NotImplementedError(
                 "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
@@ -72,7 +72,7 @@ class HopperBackend:
         from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
 
         problem, device = planned.problem, operands.q.device
-        cfg = _config(problem, options.deterministic)
+        cfg = config_of(problem, options.deterministic)
         workers = self.workers(planned) - options.sm_margin
         if workers < max(1, planned.co_resident):
             raise ValueError(
@@ -82,7 +82,7 @@ class HopperBackend:
         grads = None if into is None else Grads(*(_aligned(g) for g in into))
         dout, q, k, v, out = (_aligned(x) for x in _tensors(operands))
         inputs = Inputs(dout, q, k, v, out, operands.lse.contiguous())
-        found = backward(cfg, _tables(planned, cfg, workers, device), inputs, scale=problem.softmax_scale, into=grads)
+        found = backward(cfg, tables_of(planned, cfg, workers, device), inputs, scale=problem.softmax_scale, into=grads)
         if into is not None:
             for given, got in zip(into, found, strict=True):
                 if given.data_ptr() != got.data_ptr():
@@ -99,7 +99,7 @@ class HopperBackend:
         from dash_attn.kernels.sm90.launch import Workspace
 
         problem = planned.problem
-        return Workspace.nbytes(_config(problem, True), problem.batch * problem.heads_q, problem.len_q)
+        return Workspace.nbytes(config_of(problem, True), problem.batch * problem.heads_q, problem.len_q)
 
 
 def require(device: torch.device) -> None:
@@ -115,7 +115,8 @@ def require(device: torch.device) -> None:
         raise NotImplementedError("the Hopper backend needs the kernel compiler: pip install 'dash-attn[cuda]'")
 
 
-def _config(problem: Problem, ordered: bool) -> KernelConfig:
+def config_of(problem: Problem, ordered: bool) -> KernelConfig:
+    """The kernel for a problem, or an error that says which problems have one."""
     if problem.dtype not in DTYPES:
         raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
     if problem.dim not in DIMS:
@@ -128,7 +129,7 @@ def _config(problem: Problem, ordered: bool) -> KernelConfig:
 
 
 @lru_cache(maxsize=256)
-def _tables(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device):  # type: ignore[no-untyped-def]
+def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device):  # type: ignore[no-untyped-def]
     """Tables of a plan on a device, uploaded once."""
     from dash_attn.kernels.sm90.launch import DeviceTables
 

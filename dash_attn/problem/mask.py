@@ -49,7 +49,8 @@ class Documents:
             for begin, end in pairwise(cuts):
                 key = (int(np.searchsorted(mine, begin, "right")), int(np.searchsorted(theirs, begin, "right")))
                 pieces.setdefault(key, [0, 0])[axis] += end - begin
-        lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))]
+        # Without a token there is no piece: one document that holds nothing.
+        lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))] or [[0, 0]]
         cu = np.cumsum([[0, 0], *lengths], axis=0)
         return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()))
 

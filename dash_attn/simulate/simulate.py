@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dash_attn.program import Costs, Program, Replay, Sequences, place, replay
+from dash_attn.program import Program, Replay, Sequences, place, replay
 from dash_attn.program.replay import FINISHED
 from dash_attn.simulate.models import Model, Paper
 from dash_attn.timeline import COMPUTE, REDUCE, STALL, TaskNames, Timeline
@@ -144,6 +144,3 @@ def timeline_of(simulation: Simulation) -> Timeline:
         np.concatenate([e for _, _, _, e in parts]),
         overlapping,
     )
-
-
-__all__ = ["Costs", "Simulation", "lower_bounds", "simulate", "task_names", "timeline_of"]

@@ -6,24 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-from dash_attn.kernels.sm90.config import KernelConfig, select
-from dash_attn.kernels.sm90.launch import TORCH_DTYPES, DeviceTables, Grads, Inputs, Workspace, backward
-from dash_attn.plan import placement, plan
+from dash_attn.api import hopper
+from dash_attn.kernels.sm90.config import KernelConfig
+from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward
+from dash_attn.plan import plan
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
-
 
 def config_of(problem: Problem, *, ordered: bool = True) -> KernelConfig:
-    mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
-    return select(problem.dim, SHORT[problem.dtype], mask, ordered, problem.len_k)
+    return hopper.config_of(problem, ordered)
 
 
 def tables_of(problem: Problem, cfg: KernelConfig, policy: str, workers: int) -> DeviceTables:
     planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n), policy)
-    rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
-    return DeviceTables.of(planned.program, placement(planned, workers), rows, torch.device("cuda"))
+    return hopper.tables_of(planned, cfg, workers, torch.device("cuda"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +33,7 @@ class Case:
     @staticmethod
     def make(problem: Problem, seed: int = 0, gain: float = 1.0) -> Case:
         generator = torch.Generator(device="cuda").manual_seed(seed)
-        dtype = TORCH_DTYPES[SHORT[problem.dtype]]
+        dtype = getattr(torch, problem.dtype)
 
         def draw(length: int, heads: int) -> torch.Tensor:
             shape = (problem.batch, length, heads, problem.dim)

@@ -135,6 +135,10 @@ def test_documents_of_unequal_lengths_intersect_to_what_shares_both(data: st.Dat
     np.testing.assert_array_equal((a & b).dense(len_q, len_k), (b & a).dense(len_q, len_k))
 
 
+def test_documents_of_no_tokens_intersect() -> None:
+    assert (documents([0, 0]) & documents([0, 0, 0])).dense(0, 0).shape == (0, 0)
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
