@@ -173,7 +173,11 @@ def test_fresh_processes() -> None:
     command = [sys.executable, str(ROOT / "tests/kernels/digest.py")]
     want = digests()
     running = [subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) for _ in range(2)]
-    found = [process.communicate(timeout=120)[0].split()[-len(want) :] for process in running]
+    try:
+        found = [process.communicate(timeout=120)[0].split()[-len(want) :] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     assert found == [want] * 2
 
 
