@@ -139,8 +139,9 @@ def attention(
 
     causal         a query sees keys up to its own position; positions are aligned at the end of each sequence
     window         (left, right): keys so far before and after that position; -1 or None is no limit
-    cu_seqlens     0 and the end of each packed sequence; `cu_seqlens_k` if keys are packed differently. Tensors or
-                   lists; under torch.compile a list is part of the compiled code, a tensor's values may change
+    cu_seqlens     0 and the end of each packed sequence; `cu_seqlens_k` if keys are packed differently. Lists or
+                   tensors, best on the CPU: the order follows from their values, and to read them from a GPU is to
+                   wait for it. Under torch.compile a list is part of the compiled code, a tensor's values may change
     mask           any dash_attn Mask beside, for instance dash_attn.tiles(cells, 256, 256); masks intersect
     scale          dim ** -0.5 if not given
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'

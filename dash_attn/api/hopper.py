@@ -11,6 +11,7 @@ from torch import Tensor
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.kernels.sm90.config import KernelConfig, select
+from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward, resident_workers
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -73,35 +74,21 @@ class HopperBackend:
         return out.view_as(q), _unseen(problem, lse)
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
-        from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
-
-        problem, device = planned.problem, operands.q.device
-        cfg = config_of(problem, options.deterministic)
-        workers = self.workers(planned) - options.sm_margin
-        if workers < max(1, planned.co_resident):
-            raise ValueError(
-                f"sm_margin={options.sm_margin} leaves {workers} SMs, this order needs {planned.co_resident} "
-                "co-resident workers: give a smaller margin, or a policy with a smaller width"
-            )
-        grads = None if into is None else Grads(*(_aligned(g) for g in into))
-        dout, q, k, v, out = (_aligned(x) for x in _tensors(operands))
+        cfg, tables, scale = launchable(planned, options, operands.q.device)
+        dout, q, k, v, out = _all_aligned(operands[:5])
         inputs = Inputs(dout, q, k, v, out, operands.lse.contiguous())
-        found = backward(cfg, tables_of(planned, cfg, workers, device), inputs, scale=problem.softmax_scale, into=grads)
-        if into is not None:
-            for given, got in zip(into, found, strict=True):
-                if given.data_ptr() != got.data_ptr():
-                    given.copy_(got)
-            return into
-        return Gradients(*found)
+        found = backward(cfg, tables, inputs, scale=scale, into=None if into is None else Grads(*_all_aligned(into)))
+        if into is None:
+            return Gradients(*found)
+        for given, got in zip(into, found, strict=True):
+            if given is not got:
+                given.copy_(got)
+        return into
 
     def workers(self, planned: Plan) -> int:
-        from dash_attn.kernels.sm90.launch import resident_workers
-
         return resident_workers(torch.device("cuda", torch.cuda.current_device()))
 
     def workspace_bytes(self, planned: Plan) -> int:
-        from dash_attn.kernels.sm90.launch import Workspace
-
         problem = planned.problem
         return Workspace.nbytes(config_of(problem, True), problem.batch * problem.heads_q, problem.len_q)
 
@@ -133,10 +120,21 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
 
 
 @lru_cache(maxsize=256)
-def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device):  # type: ignore[no-untyped-def]
-    """Tables of a plan on a device, uploaded once."""
-    from dash_attn.kernels.sm90.launch import DeviceTables
+def launchable(planned: Plan, options: Options, device: torch.device) -> tuple[KernelConfig, DeviceTables, float]:
+    """The kernel, its tables and the softmax scale, or an error if too few processors are left."""
+    workers = resident_workers(device) - options.sm_margin
+    if workers < max(1, planned.co_resident):
+        raise ValueError(
+            f"sm_margin={options.sm_margin} leaves {workers} SMs, this order needs {planned.co_resident} "
+            "co-resident workers: give a smaller margin, or a policy with a smaller width"
+        )
+    cfg = config_of(planned.problem, options.deterministic)
+    return cfg, tables_of(planned, cfg, workers, device), planned.problem.softmax_scale
 
+
+@lru_cache(maxsize=256)
+def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device) -> DeviceTables:
+    """Tables of a plan on a device, uploaded once."""
     problem = planned.problem
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
@@ -150,12 +148,21 @@ def _unseen(problem: Problem, lse: Tensor) -> Tensor:
     return torch.where(lse == torch.inf, -torch.inf, lse)
 
 
-def _tensors(operands: Operands) -> tuple[Tensor, ...]:
-    return operands.dout, operands.q, operands.k, operands.v, operands.out
+def _all_aligned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """_aligned of each, in one look where nothing is amiss."""
+    starts = 0
+    for x in tensors:
+        starts |= x.data_ptr()
+    return tensors if starts % 16 == 0 and _fit(*[x.stride() for x in tensors]) else tuple(map(_aligned, tensors))
 
 
 def _aligned(x: Tensor) -> Tensor:
     """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
+    if x.data_ptr() % 16 == 0 and _fit(x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss
+
+
+@lru_cache(maxsize=1024)
+def _fit(*strides: tuple[int, ...]) -> bool:
+    return all(last == 1 and all(s > 0 and s % 8 == 0 for s in others) for *others, last in strides)
