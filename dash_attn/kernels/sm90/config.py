@@ -13,7 +13,8 @@ RING = 16  # task entries in flight between the roles (see barriers.ring_depth_n
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
-MANY_KEYS = 4096  # from here on a pass of its own finishes dQ (measured: gains at 4k and 16k)
+COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
+MANY_KEYS = {64: 2048, 128: 4096}  # from here on a pass of its own finishes dQ (measured, by head dim)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         raise ValueError(f"head dim {dim} is not built; 64 and 128 are")
     # The last contributor stages its sum only once its turn has come, and its tensor cores idle until then. Where many
     # contribute to a tile that costs more than a pass over the sums, where few do it saves the pass.
-    finish = "last" if ordered and len_k < MANY_KEYS else "postpass"
+    finish = "last" if ordered and len_k < MANY_KEYS[dim] else "postpass"
     return KernelConfig(
         dim=dim,
         tile_m=64 if dim == 128 else 128,
@@ -137,10 +138,10 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         ordered=ordered,
         finish=finish,
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
-        split=ordered and dim == 64,
+        split=dim == 64,
     ).validate()
 
 
 def shipped() -> list[KernelConfig]:
-    kinds = ((True, 0), (True, MANY_KEYS), (False, 0))
+    kinds = ((True, 0), (True, max(MANY_KEYS.values())), (False, 0))
     return [select(d, t, m, *kind) for d in (64, 128) for t in DTYPES for m in MASKS for kind in kinds]
