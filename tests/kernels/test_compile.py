@@ -16,8 +16,15 @@ pytestmark = pytest.mark.skipif(
     bool(needs), reason=f"not installed: {', '.join(needs)} (of nvidia-cutlass-dsl, apache-tvm-ffi)"
 )
 
-MAIN = ["main,128,bf16,causal,1", "main,64,bf16,interval,1", "main,128,fp16,full,0", "main,64,fp16,causal,0"]
-SIDE = ["prepare,128,bf16,full,1", "finish,64,bf16,full,1"]
+MAIN = [
+    "main,128,bf16,causal,1",
+    "main,64,bf16,interval,1",
+    "main,128,fp16,full,0",
+    "main,64,fp16,causal,0",
+    "main,80,fp16,full,0",
+    "main,96,bf16,causal,1",
+]
+SIDE = ["prepare,128,bf16,full,1", "finish,64,bf16,full,1", "prepare,80,bf16,full,1", "finish,96,bf16,full,1"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ def heads_tensor(cfg: KernelConfig, batch, rows, heads):
         return cute.sym_int64(divisibility=8)
 
     return cute.runtime.make_fake_tensor(
-        element(cfg), (batch, rows, heads, cfg.dim), (i64(), i64(), i64(), 1), assumed_align=16
+        element(cfg), (batch, rows, heads, cfg.columns), (i64(), i64(), i64(), 1), assumed_align=16
     )
 
 

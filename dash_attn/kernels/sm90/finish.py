@@ -44,8 +44,16 @@ class Finish:
             if row + 8 * h < dq.shape[1]:
                 line = dq[batch, row + 8 * h, head, None]
                 for j in cutlass.range_constexpr(cute.size(sums.shape[1])):
-                    pair = cute.make_rmem_tensor(2, element(cfg))
-                    for c in cutlass.range_constexpr(2):
-                        pair[c] = (sums[2 * h + c, j] * scale).to(element(cfg))
-                    at = (line.iterator + cute.assume(col + 8 * j, divby=2)).align(4)
-                    cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
+                    if cutlass.const_expr(cfg.head_dim == 0):
+                        self.store(sums[None, j], h, (line, col + 8 * j), scale)
+                    else:
+                        if col + 8 * j < cfg.head_dim:
+                            self.store(sums[None, j], h, (line, col + 8 * j), scale)
+
+    def store(self, piece, h, where, scale):
+        line, col = where
+        pair = cute.make_rmem_tensor(2, element(self.cfg))
+        for c in range(2):
+            pair[c] = (piece[2 * h + c] * scale).to(element(self.cfg))
+        at = (line.iterator + cute.assume(col, divby=2)).align(4)
+        cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))

@@ -98,8 +98,8 @@ def resident_workers(device: torch.device) -> int:
 
 def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor) -> None:
     want = TORCH_DTYPES[cfg.dtype]
-    if q.dtype != want or q.shape[-1] != cfg.dim:
-        raise ValueError(f"kernel built for {want}, head dim {cfg.dim}; got {q.dtype}, {q.shape[-1]}")
+    if q.dtype != want or q.shape[-1] != cfg.columns:
+        raise ValueError(f"kernel built for {want}, head dim {cfg.columns}; got {q.dtype}, {q.shape[-1]}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} q heads are not a multiple of {k.shape[2]} kv heads")
     available = resident_workers(q.device)
