@@ -14,7 +14,7 @@ from dash_attn.kernels.sm90.barriers import (
     named_barrier_threads,
     ring_depth_needed,
 )
-from dash_attn.kernels.sm90.config import HEAD_DIMS, RING, SMEM_LIMIT, KernelConfig, select, shipped
+from dash_attn.kernels.sm90.config import HEAD_DIMS, RING, SMEM_LIMIT, KernelConfig, select, shipped, with_debug
 from dash_attn.kernels.sm90.smem_plan import plan
 
 CONFIGS = shipped()
@@ -115,6 +115,8 @@ def test_registers_beyond_the_launch_allocation_are_refused():
         dict(consumer_regs=248),
         dict(stages=3),
         dict(dq_slots=1, split=True),
+        dict(debug=True),  # the last contributor's slot holds its sum, not its contribution
+        dict(debug=True, finish="postpass", ordered=False),
     ],
 )
 def test_infeasible_configs_say_why(change):
@@ -122,6 +124,11 @@ def test_infeasible_configs_say_why(change):
     assert cfg.problems()
     with pytest.raises(ValueError, match="cannot run on sm_90a"):
         cfg.validate()
+
+
+@pytest.mark.parametrize("cfg", [c for c in CONFIGS if c.ordered], ids=str)
+def test_every_ordered_config_has_a_debug_build(cfg):
+    assert with_debug(cfg).problems() == []
 
 
 def test_expected_products():

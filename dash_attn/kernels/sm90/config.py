@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SMEM_LIMIT = 232_448  # bytes one CTA may ask for on sm_90
 REGISTER_FILE = 65_536  # 32-bit registers of one SM
@@ -14,6 +14,8 @@ DTYPES = ("bf16", "fp16")
 HEAD_DIMS = range(8, 129, 8)  # rows of whole 16-byte pieces
 MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
+PATIENCE_NS = 2_000_000_000  # how long a writer of the debug build waits for its turn
+REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "seen")  # int32 words it leaves then
 MANY_KEYS = 4096  # from here on a pass of its own finishes dQ (measured: gains at 4k and 16k)
 
 
@@ -33,6 +35,7 @@ class KernelConfig:
     dq_slots: int = 2  # staged dQ tiles; each writer warp serves one
     split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
+    debug: bool = False  # waits that end, every contribution kept (see debug.py)
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps
 
@@ -103,6 +106,8 @@ class KernelConfig:
         if self.head_dim and (self.head_dim % 8 or not self.dim - 64 < self.head_dim < self.dim):
             # dQ leaves in pieces of 64 columns, none of which may lie past the end.
             out.append(f"head_dim {self.head_dim}: 0, or a multiple of 8 between {self.dim - 64} and {self.dim}")
+        if self.debug and (not self.ordered or self.finish != "postpass"):
+            out.append("debug keeps every contribution, in turn: it needs ordered=True and finish='postpass'")
         if self.tile_n != 64 * CONSUMER_WARPGROUPS:
             out.append(f"tile_n {self.tile_n}: each consumer warpgroup owns 64 kv rows")
         if self.stages != 2 or self.ds_stages != 2:
@@ -151,6 +156,11 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
         split=ordered and padded == 64,
     ).validate()
+
+
+def with_debug(cfg: KernelConfig) -> KernelConfig:
+    """The debug build of an ordered config; its bits are the same."""
+    return replace(cfg, debug=True, finish="postpass").validate()
 
 
 def shipped() -> list[KernelConfig]:
