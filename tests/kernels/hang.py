@@ -7,17 +7,15 @@ import dataclasses
 import os
 import sys
 
-import torch
-
 from dash_attn.kernels.sm90.config import with_debug
-from dash_attn.kernels.sm90.launch import debug_backward, resident_workers
+from dash_attn.kernels.sm90.launch import debug_backward
 from dash_attn.problem import Problem
-from tests.kernels.cases import Case, config_of, tables_of
+from tests.kernels.cases import Case, config_of, sms, tables_of
 
 # One q tile: each chain is one task, and no other waits for the last of them.
 problem = Problem(1, 1, 1, 64, 384, int(sys.argv[1]))
 case, cfg = Case.make(problem), with_debug(config_of(problem))
-tables = tables_of(problem, cfg, "fa3", resident_workers(torch.device("cuda")))
+tables = tables_of(problem, cfg, "fa3", sms())
 runs = tables.runs.clone()
 run = int(runs[:, 4].argmax())
 runs[run, 4] += 1
