@@ -17,6 +17,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta, pieces_per_half
+from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .tasks import END, FIRST, GRAD, LAST, await_entry, my_chains, ring_slot
 
@@ -89,9 +90,12 @@ class DqWriter:
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
                 if lane == 0:
-                    seen = Int32(-1)
-                    while seen != turn:
-                        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                    if const_expr(cfg.debug):
+                        await_turn(cta, counter, entry, writer)
+                    else:
+                        seen = Int32(-1)
+                        while seen != turn:
+                            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                     cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
         if const_expr(cfg.last_finishes):
@@ -131,6 +135,8 @@ class DqWriter:
             cta.bars.wait("dq_full", half, self.phase(entry))
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
+                if const_expr(cta.cfg.debug):
+                    keep(cta, entry, wg, src)
                 if (flags & FIRST) != 0:
                     bulk_store(self.sum_of(where, wg), src, nbytes)
                 else:

@@ -46,15 +46,16 @@ class Finish:
         for h in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
                 eight = quad_transpose([words[h, j + k] for k in range(4)], thread % 4)
-                if row + 8 * h < dq.shape[1]:
+                col = first_col + 8 * j
+                if row + 8 * h < dq.shape[1] and col < cfg.columns:
                     line = dq[batch, row + 8 * h, head, None]
-                    at = (line.iterator + cute.assume(first_col + 8 * j, divby=8)).align(16)
+                    at = (line.iterator + cute.assume(col, divby=8)).align(16)
                     cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(4)))
 
 
 @cute.jit
 def quad_transpose(words, lane):
-    """Four words of each of four lanes, transposed: lane i gets word i of all four, which are eight columns of a row."""
+    """Four words of each of four lanes, transposed: lane i gets word i of all four, eight columns of a row."""
     w = cute.make_rmem_tensor(4, Int32)
     for k in cutlass.range_constexpr(4):
         w[k] = words[k]
