@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dash_attn.api import forwards
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.kernels.sm90.config import KernelConfig, select
@@ -23,50 +24,26 @@ class HopperBackend:
     """bf16 and fp16, head dims 64 and 128. Bits depend on the order and the kernel, never on the GPU's size."""
 
     name = "sm90"
-    forward_provider = "aten._flash_attention_forward"
     always_deterministic = False
 
     def tile_shape(self, problem: Problem) -> TileShape:
         cfg = config_of(problem, True)
         return TileShape(cfg.tile_m, cfg.tile_n)
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """torch's flash kernel. It has no tile masks: for those the caller brings out and lse to `backward`."""
-        config_of(problem, True)
+    def forward_provider(self, problem: Problem) -> str:
         if problem.mask.tiles is not None:
-            raise NotImplementedError(
-                "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
-                "your own forward"
-            )
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        left, right = problem.mask.left, problem.mask.right
-        documents = problem.mask.documents
-        keywords = {
-            "scale": problem.softmax_scale,
-            "window_size_left": -1 if left is None else left,
-            "window_size_right": -1 if right is None else right,
-        }
-        if documents is None:
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
-            )
-            return out, lse
-        # Rows of a batch are packed one behind the other, each with the same documents.
-        starts = [
-            torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
-            for cu in (documents.cu_q, documents.cu_k)
-        ]
-        longest = [int(cu.diff().max()) for cu in starts]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            *(cu.to(q.device) for cu in starts),
-            *longest,
-            0.0,
-            right == 0,
-            False,
-            **keywords,
-        )
-        return out.view_as(q), lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
+            return f"none for tile masks: {forwards.OWN_FORWARD}"
+        return forwards.choose(problem).label()
+
+    def software(self) -> str:
+        from dash_attn.kernels.sm90.cache import toolchain
+
+        gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+        return f"kernel {toolchain()[:12]}, torch {torch.__version__}, {gpu}"
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        config_of(problem, True)
+        return forwards.forward(problem, *(_aligned(x) for x in (q, k, v)))
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
         from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
@@ -143,7 +120,7 @@ def _tensors(operands: Operands) -> tuple[Tensor, ...]:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As the bulk loads need it: rows contiguous, every stride and the start a multiple of 16 bytes."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]):
+    """As the bulk loads need it: rows contiguous, every stride and the start a multiple of 16 bytes, none of them 0."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s for s in x.stride()[:-1]):
         return x
     return x.contiguous()

@@ -61,6 +61,76 @@ def test_backward_leaves_a_margin_and_keeps_the_bits() -> None:
         dash_attn.backward(dout, q, k, v, out, lse, causal=True, sm_margin=10_000)
 
 
+FORWARDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 0)},
+    "two-sided": {"window": (70, 20)},
+    "documents": {"cu_seqlens": [0, 200, 200, 473, 1000], "causal": True},
+}
+
+
+@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch"])
+@pytest.mark.parametrize("how", FORWARDS.values(), ids=FORWARDS)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (700, 1000), (1000, 700)], ids=str)
+def test_every_forward_agrees_with_the_cpu_and_repeats(
+    lengths: tuple[int, int], how: dict[str, object], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_ATTN_FORWARD", key)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 64).bfloat16() for n, heads in zip((*lengths, lengths[1]), (4, 2, 2), strict=True))
+    if "cu_seqlens" in how:
+        how = {**how, "cu_seqlens_k": [0, 100, 250, 473, lengths[1]]}
+        how["cu_seqlens"] = [*how["cu_seqlens"][:-1], lengths[0]]
+    else:
+        q, k, v = (x.unsqueeze(0).expand(2, -1, -1, -1) for x in (q, k, v))
+    on_gpu = [x.cuda() for x in (q, k, v)]
+    try:
+        assert dash_attn.explain(*on_gpu, **how).forward
+    except NotImplementedError as refused:
+        pytest.skip(str(refused))
+    want, want_lse = dash_attn.attention(*(x.float() for x in (q, k, v)), return_lse=True, **how)
+    first = dash_attn.attention(*on_gpu, return_lse=True, **how)
+    assert float((first[0].cpu().float() - want).norm() / want.norm()) < 1e-2
+    torch.testing.assert_close(first[1].cpu(), want_lse, atol=1e-2, rtol=1e-3)  # -inf where a row sees nothing
+    for _ in range(10):
+        again = dash_attn.attention(*on_gpu, return_lse=True, **how)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_documents_in_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1000, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    how = {"cu_seqlens": [0, 200, 473, 1000], "causal": True}
+    want = gradients(q, k, v, **how)  # also compiles and copies what a graph cannot
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.manual_seed(1)
+    dout = torch.randn(q.shape, dtype=torch.float32).to(q)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(dash_attn.attention(*leaves, **how), leaves, dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dash_attn.attention(*leaves, **how)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for _ in range(3):
+        for x in found:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_boundaries_on_the_gpu_cannot_be_captured() -> None:
+    q, k, v = (torch.randn(1000, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    cu = torch.tensor([0, 473, 1000], dtype=torch.int32, device="cuda")
+    dash_attn.attention(q, k, v, cu_seqlens=cu)
+    with pytest.raises(NotImplementedError, match="cu_seqlens"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        dash_attn.attention(q, k, v, cu_seqlens=cu)
+
+
 def test_explain_names_the_kernel() -> None:
     q, k, v = (torch.randn(1, 256, 2, 64, device="cuda").bfloat16() for _ in range(3))
     found = dash_attn.explain(q, k, v, causal=True)
