@@ -106,7 +106,10 @@ class TorchFlash:
     key = "torch"
 
     def label(self) -> str:
-        return f"aten._flash_attention_forward (torch {torch.__version__})"
+        # Torch lets others stand in for its kernel. Ours only leads back to it.
+        active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        by = "" if active in (None, "dash") else f", {active}"
+        return f"aten._flash_attention_forward (torch {torch.__version__}{by})"
 
     def missing(self) -> str | None:
         return None

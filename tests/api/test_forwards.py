@@ -119,7 +119,9 @@ def test_labels_name_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert FlashAttention4().label() == "flash-attn-4 4.0.0b36"
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
     assert CuDnn().label().startswith("cudnn 9.10.2 (torch ")
-    assert torch.__version__ in TorchFlash().label()
+    assert f"(torch {torch.__version__})" in TorchFlash().label()
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert f"(torch {torch.__version__}, FA3)" in TorchFlash().label()
 
 
 def test_packing_is_copied_once() -> None:
