@@ -158,7 +158,7 @@ def test_packed(cu_q: list[int], cu_k: list[int] | None, causal: bool) -> None:
         lse,
         causal=causal,
         cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32),
-        cu_seqlens_k=None if cu_k is None else torch.tensor(cu_k),
+        cu_seqlens_k=None if cu_k is None else torch.tensor(cu_k, dtype=torch.int32),
     )
     assert not difference(grads, direct)
 
