@@ -218,8 +218,9 @@ def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert wants_determinism(None) and not wants_determinism(False)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
     assert not wants_determinism(None) and wants_determinism(True)
-    torch.use_deterministic_algorithms(True)
     try:
-        assert wants_determinism(None)
+        for warn_only in (False, True):  # either way torch was asked
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            assert wants_determinism(None) and not wants_determinism(False)
     finally:
         torch.use_deterministic_algorithms(False)

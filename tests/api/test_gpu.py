@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dash_attn
+from dash_attn.api import ops
+from dash_attn.api.attention import Order
+from dash_attn.api.ops import Posed
+from dash_attn.cli.main import main
 from dash_attn.integrations import torch_sdpa
+from dash_attn.problem import CAUSAL
 
 pytestmark = pytest.mark.gpu
 
@@ -188,3 +196,110 @@ def test_varlen_attn_runs_ours(sides: tuple[int, int]) -> None:
     dout = torch.randn(q.shape, dtype=torch.float32).to(q)
     found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+# ---- torch's machinery -------------------------------------------------------------------------------------
+
+
+def inputs() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 700, heads, 64, device="cuda").bfloat16() for heads in (4, 2, 2)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_opcheck() -> None:
+    q, k, v = inputs()
+    plain = (None, None, *Posed.of(CAUSAL, None))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain))
+    out, lse = ops.forward(q, k, v, *plain)
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0))
+    torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gives_the_bits_of_eager(backend: str) -> None:
+    run = torch.compile(dash_attn.attention, fullgraph=True, backend=backend)
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = run(*leaves, causal=True)
+    torch.manual_seed(1)
+    dout = torch.randn(out.shape, dtype=torch.float32).to(out)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    assert same(found, gradients(*inputs(), causal=True))
+
+
+def test_checkpointed_by_the_operators_name() -> None:
+    def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = op is torch.ops.dash_attn.forward.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return dash_attn.attention(q * 2, k, v, causal=True).sin()
+
+    found = []
+    for contexts in (None, partial(create_selective_checkpoint_contexts, keep)):
+        leaves = [x.requires_grad_() for x in inputs()]
+        chosen = {} if contexts is None else {"context_fn": contexts}
+        out = checkpoint(block, *leaves, use_reentrant=False, **chosen)
+        found.append([out.detach(), *torch.autograd.grad(out.float().sum(), leaves)])
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = block(*leaves)
+    want = [out.detach(), *torch.autograd.grad(out.float().sum(), leaves)]
+    assert all(same(each, want) for each in found)
+
+
+def test_autocast() -> None:
+    leaves = [x.float().requires_grad_() for x in inputs()]
+    with torch.autocast("cuda", torch.bfloat16):
+        out = dash_attn.attention(*leaves, causal=True)
+    torch.manual_seed(1)
+    dout = torch.randn(out.shape, dtype=torch.float32).to(out)
+    found = [out.detach(), *(x.bfloat16() for x in torch.autograd.grad(out, leaves, dout))]
+    assert same(found, gradients(*inputs(), causal=True))
+
+
+STRIDES = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every second": lambda x: torch.stack([x, x + 1], -1).flatten(-2)[..., ::2],
+    "odd rows": lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],
+    "odd start": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "expanded": lambda x: x[:1].expand(2, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize("how", STRIDES)
+def test_strides_do_not_matter(how: str) -> None:
+    odd = [STRIDES[how](x) for x in inputs()]
+    copies = [x.contiguous().clone() for x in odd]
+    assert same(gradients(*odd, causal=True), gradients(*copies, causal=True))
+
+
+def test_gradients_written_where_bulk_stores_cannot() -> None:
+    q, k, v = inputs()
+    out, lse = dash_attn.attention(q, k, v, causal=True, return_lse=True)
+    want = dash_attn.backward(out, q, k, v, out, lse, causal=True)
+    room = [STRIDES["odd start"](torch.full_like(x, float("nan"))) for x in (q, k, v)]
+    dash_attn.backward(out, q, k, v, out, lse, causal=True, dq=room[0], dk=room[1], dv=room[2])
+    assert same(room, list(want))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 2)])
+def test_gradients_of_some(needed: tuple[int, ...]) -> None:
+    every = gradients(*inputs(), causal=True)[1:]
+    some = [x.requires_grad_(i in needed) for i, x in enumerate(inputs())]
+    out = dash_attn.attention(*some, causal=True)
+    torch.manual_seed(1)
+    out.backward(torch.randn(out.shape, dtype=torch.float32).to(out))
+    for i, x in enumerate(some):
+        assert torch.equal(x.grad, every[i]) if i in needed else x.grad is None
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert stop.value.code == 0 and said["ok"]
+    rows = {row["name"]: row for row in said["what runs"]}
+    assert rows["backend"]["found"] == "sm90"
