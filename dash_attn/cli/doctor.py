@@ -193,7 +193,9 @@ def on_cpu(dim: int, how: dict[str, Any]) -> Run:
 
 def on_gpu(dim: int, how: dict[str, Any]) -> Run:
     q, k, v, dout = tensors(dim, torch.device("cuda"), packed="cu_seqlens" in how)
-    return lambda number: gradients(q, k, v, dout, how, sm_margin=4 * (number % 5))
+    said = explain(q, k, v, **how)
+    spare = said.workers - said.co_resident
+    return lambda number: gradients(q, k, v, dout, how, sm_margin=min(4 * (number % 5), spare))
 
 
 def gradients(
