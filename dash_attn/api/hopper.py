@@ -120,7 +120,7 @@ def _tensors(operands: Operands) -> tuple[Tensor, ...]:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As the bulk loads need it: rows contiguous, every stride and the start a multiple of 16 bytes, none of them 0."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 and s for s in x.stride()[:-1]):
+    """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() would keep a start that is off
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss

@@ -174,3 +174,13 @@ def test_reasons_see_what_a_script_has_set(monkeypatch: pytest.MonkeyPatch) -> N
         assert "warn_only" in reasons.other_operations({}).advice
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert stop.value.code == 0 and said["ok"]
+    rows = {row["name"]: row for row in said["what runs"]}
+    assert rows["backend"]["found"] == "sm90"
