@@ -166,6 +166,8 @@ def documents_of(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tens
         if k.shape[-3] != q.shape[-3]:
             raise ValueError(f"{k_name} is needed: there are {q.shape[-3]} queries and {k.shape[-3]} keys")
         return documents(first)
+    if cu_k is cu_q and k.shape[-3] == q.shape[-3]:
+        return documents(first)  # of a GPU's tensor every reading is a wait
     second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
