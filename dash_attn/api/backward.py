@@ -8,10 +8,12 @@ from torch import Tensor
 from dash_attn.api.arguments import (
     Boundaries,
     Window,
+    check_flag,
     check_like,
     check_lse,
     check_margin,
     check_policy,
+    check_room,
     problem_of,
     wants_determinism,
 )
@@ -66,9 +68,10 @@ def backward(
         check_like("dout", dout, "q", q)
         check_lse(lse, q)
         check_margin(sm_margin)
+        check_flag("deterministic", deterministic)
         for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):
             if given is not None:
-                check_like(name, given, model_name, model)
+                check_room(name, given, model_name, model)
         backend = backend_for(q.device)
         return Call(backend, plan(problem, backend.tile_shape(problem), policy))
 

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dash_attn.api import forwards
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.kernels.sm90.config import HEAD_DIMS, KernelConfig, select
@@ -24,54 +25,26 @@ class HopperBackend:
     the GPU's size."""
 
     name = "sm90"
-    forward_provider = "aten._flash_attention_forward"
     always_deterministic = False
 
     def tile_shape(self, problem: Problem) -> TileShape:
         cfg = config_of(problem, True)
         return TileShape(cfg.tile_m, cfg.tile_n)
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """torch's flash kernel. It has no tile masks: for those the caller brings out and lse to `backward`."""
-        config_of(problem, True)
+    def forward_provider(self, problem: Problem) -> str:
         if problem.mask.tiles is not None:
-            raise NotImplementedError(
-                "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
-                "your own forward"
-            )
-        if q.numel() == 0 or k.numel() == 0:
-            shape = problem.batch, problem.heads_q, problem.len_q
-            return q.new_zeros(q.shape), q.new_full(shape, -torch.inf, dtype=torch.float32)
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        left, right = problem.mask.left, problem.mask.right
-        documents = problem.mask.documents
-        keywords = {
-            "scale": problem.softmax_scale,
-            "window_size_left": -1 if left is None else left,
-            "window_size_right": -1 if right is None else right,
-        }
-        if documents is None:
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
-            )
-            return out, _unseen(problem, lse)
-        # Rows of a batch are packed one behind the other, each with the same documents.
-        starts = [
-            torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
-            for cu in (documents.cu_q, documents.cu_k)
-        ]
-        longest = [int(cu.diff().max()) for cu in starts]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            *(cu.to(q.device) for cu in starts),
-            *longest,
-            0.0,
-            right == 0,
-            False,
-            **keywords,
-        )
-        lse = lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
-        return out.view_as(q), _unseen(problem, lse)
+            return f"none for tile masks: {forwards.OWN_FORWARD}"
+        return forwards.choose(problem).label()
+
+    def software(self) -> str:
+        from dash_attn.kernels.sm90.cache import toolchain
+
+        gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+        return f"kernel {toolchain()[:12]}, torch {torch.__version__}, {gpu}"
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        config_of(problem, True)
+        return forwards.forward(problem, *(_aligned(x) for x in (q, k, v)))
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
         cfg, tables, scale = launchable(planned, options, operands.q.device)
@@ -139,14 +112,6 @@ def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.devi
     problem = planned.problem
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
-
-
-def _unseen(problem: Problem, lse: Tensor) -> Tensor:
-    """torch's kernel says inf for a row that sees no key; the log of a sum of nothing is -inf."""
-    mask = problem.mask
-    if mask.is_full or (mask.is_causal and problem.len_q <= problem.len_k):
-        return lse  # every row sees some
-    return torch.where(lse == torch.inf, -torch.inf, lse)
 
 
 def _all_aligned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
