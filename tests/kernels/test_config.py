@@ -76,6 +76,7 @@ def test_barrier_arrivals():
         "v_full": (1, 1),
         "v_empty": (1, 8),
         "task_full": (16, 1),
+        "ds_full": (2, 8),
         "dq_full": (4, 4),
         "dq_empty": (4, 1),
         "dk_full": (1, 8),

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .bundles import element
-from .config import KernelConfig
+from .config import COUNTER_WORDS, KernelConfig
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
 
@@ -43,7 +43,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
-        rows_of(Int32, (planes, n_q, 2), 4),
+        rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4),
         rows_of(Int32, (intervals,), 4),
         rows_of(Int32, (intervals,), 4),
     )
@@ -76,7 +76,7 @@ def compile_prepare(cfg: KernelConfig, options: str = ""):
     lse = rows_of(Float32, (batch, hq, sq), 4)
     inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
     stats = [rows_of(Float32, (planes, padded)) for _ in range(2)]
-    outputs = (*stats, rows_of(Int32, (planes, n_q, 2), 4))
+    outputs = (*stats, rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4))
     return cute.compile(Prepare(cfg), inputs, outputs, stream(), options=f"{OPTIONS} {options}")
 
 

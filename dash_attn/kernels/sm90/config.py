@@ -16,7 +16,8 @@ MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
 PATIENCE_NS = 2_000_000_000  # how long a writer of the debug build waits for its turn
 REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "seen")  # int32 words it leaves then
-MANY_KEYS = 4096  # from here on a pass of its own finishes dQ (measured: gains at 4k and 16k)
+COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
+MANY_KEYS = {64: 2048, 128: 4096}  # from here on a pass of its own finishes dQ (measured, by head dim)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
     padded = 64 if dim <= 64 else 128
     # The last contributor stages its sum only once its turn has come, and its tensor cores idle until then. Where many
     # contribute to a tile that costs more than a pass over the sums, where few do it saves the pass.
-    finish = "last" if ordered and len_k < MANY_KEYS else "postpass"
+    finish = "last" if ordered and len_k < MANY_KEYS[padded] else "postpass"
     return KernelConfig(
         dim=padded,
         head_dim=0 if dim == padded else dim,
@@ -154,7 +155,7 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         ordered=ordered,
         finish=finish,
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
-        split=ordered and padded == 64,
+        split=padded == 64,
     ).validate()
 
 
@@ -165,5 +166,5 @@ def with_debug(cfg: KernelConfig) -> KernelConfig:
 
 def shipped() -> list[KernelConfig]:
     """The tuned configs. Other head dims run the same tiles, padded."""
-    kinds = ((True, 0), (True, MANY_KEYS), (False, 0))
+    kinds = ((True, 0), (True, max(MANY_KEYS.values())), (False, 0))
     return [select(d, t, m, *kind) for d in (64, 128) for t in DTYPES for m in MASKS for kind in kinds]

@@ -11,7 +11,7 @@ import torch
 
 from dash_attn.program import Program, Sequences
 
-from .config import REPORT, KernelConfig
+from .config import COUNTER_WORDS, REPORT, KernelConfig
 
 LOG2_E = 1.4426950408889634
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,13 +81,13 @@ class Workspace:
             lse2=torch.empty(planes, n_q * cfg.tile_m, **f32),
             delta=torch.empty(planes, n_q * cfg.tile_m, **f32),
             dq_sum=torch.empty(planes, n_q, 2, cfg.half_floats, **f32),
-            counters=torch.empty(planes, n_q, 2, device=q.device, dtype=torch.int32),
+            counters=torch.empty(planes, n_q, 2, COUNTER_WORDS, device=q.device, dtype=torch.int32),
         )
 
     @staticmethod
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
         n_q = -(-seqlen // cfg.tile_m)
-        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2)
+        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2 * COUNTER_WORDS)
 
 
 @dataclass(frozen=True, eq=False)

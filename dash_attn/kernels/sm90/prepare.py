@@ -34,7 +34,7 @@ class Prepare:
         thread = cute.arch.thread_idx()[0]
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
         if thread < 2:
-            counters[plane, tile, thread] = Int32(0)
+            counters[plane, tile, thread, 0] = Int32(0)
         lanes, pieces = cfg.dim // 8, cfg.columns // 8  # 16 bytes each; a power of two lanes for the sum below
         piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
         passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
