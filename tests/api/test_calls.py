@@ -52,7 +52,7 @@ def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> 
         {"v": np.zeros((LENGTH, 2, 8), np.float32)},
         {"q": None},
     ],
-    ids=str,
+    ids=lambda changes: next(iter(changes)),
 )
 def test_what_is_refused_stays_refused(changes: dict[str, Any]) -> None:
     for window in (None, (3, 0)):
