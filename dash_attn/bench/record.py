@@ -38,7 +38,8 @@ def environment(device: torch.device) -> Row:
     }
     if device.type == "cuda":
         query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit"
-        found |= {"gpu": _smi(query), "cudnn": torch.backends.cudnn.version()}
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found |= {"gpu": _smi(query), "cudnn": cudnn}
     else:
         found["threads"] = torch.get_num_threads()
     return found | {name: _version(name) for name in PACKAGES}

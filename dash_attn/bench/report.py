@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dash_attn.bench.record import Row
 from dash_attn.schedule import POLICIES, parse
+
+Row = dict[str, Any]  # as in a result's file: pictures of it need no torch
 
 BASELINE = "fa4 det"
 # Deterministic and not, by the same author: what determinism costs.
