@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dash_attn.bench.cases import Case
 from dash_attn.bench.operands import TOLERANCE, error, exact, input_sets
-from dash_attn.bench.ours import Ours
+from dash_attn.bench.ours import Ours, padded_to
 from dash_attn.bench.peers import PEERS, peer
 from dash_attn.bench.record import Row, gpu_now, shape_of
 from dash_attn.bench.timing import Timing, peak_bytes, time_all
@@ -45,6 +45,7 @@ def measure(case: Case, settings: Settings) -> Row:
         "shape": shape_of(case.problem),
         "flops": case.flops,
         "default": settings.ours.orders(case.problem)[0],
+        "padded_to": padded_to(case.problem, device),
         "us": {},
         "peak_bytes": {},
         "error": {},
@@ -65,8 +66,6 @@ def measure(case: Case, settings: Settings) -> Row:
             _report(variant, problem, row)
     row["us"] = time_all(ready, settings.timing)
     row["gpu"] = gpu_now(device)
-    ready.clear()
-    _release(device)
     return row
 
 
@@ -90,7 +89,6 @@ def deviation(case: Case, settings: Settings, passes: int = PASSES) -> Row:
                 row["failed"][variant.name] = "promises determinism, and passes differ"
         except Exception as problem:  # as in `measure`
             _report(variant, problem, row)
-    _release(settings.timing.device)
     return row
 
 
@@ -119,7 +117,7 @@ def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
     return [float((a.float() - b.float()).abs().max()) for a, b in zip(some, others, strict=True)]
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
     """A cell's graphs and workspaces must not count as the next one's memory."""
     gc.collect()
     if device.type == "cuda":

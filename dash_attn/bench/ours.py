@@ -115,6 +115,12 @@ def widened(problem: Problem) -> Problem:
     return problem if dim == problem.dim else replace(problem, dim=dim, scale=problem.softmax_scale)
 
 
+def padded_to(problem: Problem, device: torch.device) -> int | None:
+    """The head dim our kernel computes with, where it is another."""
+    wide = widened(problem).dim
+    return wide if device.type == "cuda" and wide != problem.dim else None
+
+
 def _padded(run: Backward, wide: int, s: Operands) -> tuple[Tensor, ...]:
     """Zeros up to the kernel's head dim; padding and slicing are part of the call."""
     dim = s.q.shape[-1]

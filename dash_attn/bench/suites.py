@@ -12,7 +12,7 @@ import torch
 from dash_attn.bench import cases, record
 from dash_attn.bench.block import measure_block
 from dash_attn.bench.cases import MODELS, Case, Model
-from dash_attn.bench.measure import Settings, deviation, measure
+from dash_attn.bench.measure import Settings, deviation, measure, release
 from dash_attn.bench.progress import steps
 from dash_attn.bench.report import summary
 
@@ -102,6 +102,7 @@ def run_suite(
                 row = measure_block(by_name[case.name], case, settings, dtype)
             else:
                 row = (deviation if name == "deviation" else measure)(case, settings)
+        release(device)
         result["rows"].append(row)
         if out is not None:
             record.write(result, out)

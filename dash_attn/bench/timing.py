@@ -14,6 +14,7 @@ import torch
 from dash_attn.bench.variants import Call
 
 Run = Callable[[], object]
+SLOW = 2e5  # microseconds; calls as long as this are warm at once, and three of them say enough
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,19 @@ def sample(run: Sequence[Run], count: int, device: torch.device) -> float:
 def time_all(variants: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, dict[str, float]]:
     """Median, 20th and 80th percentile of each variant's microseconds."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    count: dict[str, int] = {}
+    counts, rounds = dict[str, int](), dict[str, int]()
     for name, calls in variants.items():
-        for _ in range(how.warm_up):
-            for call in calls:
-                call()
-        us = sample(calls, len(calls), how.device)
-        count[name] = max(len(calls), min(how.most_calls, int(how.budget_ms * 1e3 / how.rounds / us)))
-    for _ in range(how.rounds):
+        calls[0]()
+        us = sample(calls[:1], 1, how.device)
+        if us < SLOW:
+            us = sample(calls, how.warm_up * len(calls), how.device)
+        counts[name] = max(1, min(how.most_calls, int(how.budget_ms * 1e3 / how.rounds / us)))
+        rounds[name] = how.rounds if us < SLOW else min(3, how.rounds)
+    for turn in range(how.rounds):
         for name, calls in variants.items():
-            samples[name].append(sample(calls, count[name], how.device))
+            if turn < rounds[name]:
+                first = turn * counts[name] % len(calls)  # go on where the last sample ended
+                samples[name].append(sample([*calls[first:], *calls[:first]], counts[name], how.device))
     return {name: summary(values) for name, values in samples.items()}
 
 

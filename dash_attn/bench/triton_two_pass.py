@@ -31,11 +31,18 @@ def _delta(tensors, heads, length, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLO
 
 
 @triton.jit
-def _dkdv(tensors, sizes, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dkdv(  # type: ignore[no-untyped-def]
+    tensors,
+    sizes,
+    scale,
+    CAUSAL: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """A program keeps a tile of keys and adds over the queries of every head of its group, in ascending order."""
     len_q, len_k, heads_q, heads_kv = sizes[0], sizes[1], sizes[2], sizes[3]
-    BLOCK_N: tl.constexpr = BLOCKS[0]
-    BLOCK_M: tl.constexpr = BLOCKS[1]
     batch, head_kv = tl.program_id(1).to(tl.int64) // heads_kv, tl.program_id(1) % heads_kv
     # Offsets within a sequence are 32 bits wide: half the registers.
     of_q, of_k = batch * len_q * heads_q * DIM, batch * len_k * heads_kv * DIM
@@ -73,11 +80,18 @@ def _dkdv(tensors, sizes, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, BLOCK_
 
 
 @triton.jit
-def _dq(tensors, sizes, scale, CAUSAL: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _dq(  # type: ignore[no-untyped-def]
+    tensors,
+    sizes,
+    scale,
+    CAUSAL: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """A program keeps a tile of queries of one head and adds over its keys, in ascending order."""
     len_q, len_k, heads_q, heads_kv = sizes[0], sizes[1], sizes[2], sizes[3]
-    BLOCK_M: tl.constexpr = BLOCKS[0]
-    BLOCK_N: tl.constexpr = BLOCKS[1]
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads_q, tl.program_id(1) % heads_q
     head_kv = head // (heads_q // heads_kv)
@@ -129,6 +143,6 @@ def backward(problem: Problem, operands: Operands) -> Gradients:
     # dK and dV of a tile fill the registers above head dim 64: with narrower steps nothing spills.
     step = OTHER if dim <= 64 else OTHER // 2
     into = (grads.dk, grads.dv)
-    _dkdv[keys, problem.batch * problem.heads_kv]((*inputs, *into), sizes, *fixed, (OWN, step), **tune)
-    _dq[rows, planes]((*inputs, grads.dq), sizes, *fixed, (OWN, OTHER), **tune)
+    _dkdv[keys, problem.batch * problem.heads_kv]((*inputs, *into), sizes, *fixed, OWN, step, **tune)
+    _dq[rows, planes]((*inputs, grads.dq), sizes, *fixed, OWN, OTHER, **tune)
     return grads

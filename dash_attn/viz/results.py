@@ -276,7 +276,8 @@ def sheet(result: Result, theme: Theme, panels: int, title: str) -> tuple[Figure
         ax.yaxis.label.set_color(theme.ink)
     high = figure.get_figheight()
     env = result.get("environment", {})
-    where = ", ".join(str(env[key]) for key in ("device", "date") if env.get(key)) or str(env.get("gpu", ""))
+    device = env.get("device") or str(env.get("gpu", "")).partition(",")[0]
+    where = ", ".join(str(x) for x in (device, env.get("date")) if x)
     figure.text(0.02, 1 - 0.3 / high, title, size=13, weight="bold", color=theme.ink)
     figure.text(0.02, 1 - 0.53 / high, where, size=9, color=theme.muted)
     figure.subplots_adjust(0.055, 1.05 / high, 0.985, 1 - 0.95 / high, wspace=0.14, hspace=0.42)

@@ -18,6 +18,7 @@ from typing import IO, Any
 from dash_attn.bench.audit.child import MARK
 
 Job = dict[str, Any]
+START = 180.0  # seconds until a process has imported everything and says its first word
 
 
 @dataclass
@@ -75,14 +76,16 @@ def _events(process: subprocess.Popen[str], timeout: float) -> Iterator[dict[str
     assert process.stdout is not None
     lines: SimpleQueue[str | None] = SimpleQueue()
     Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    patience = max(timeout, START)
     while True:
         try:
-            line = lines.get(timeout=timeout)
+            line = lines.get(timeout=patience)
         except Empty:
             raise TimeoutError from None
         if line is None:
             return
         if line.startswith(MARK):
+            patience = timeout
             yield json.loads(line.removeprefix(MARK))
 
 
