@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dash_attn.bench.report import BASELINE, PAIRS, Row, default_of, median, price, tflops
+from dash_attn.bench.report import BASELINE, PAIRS, Row, default_of, is_ours, median, price, tflops
 from dash_attn.viz.gantt import save
 
 OURS = "#2fa384"
@@ -219,7 +219,8 @@ def blocks(result: Result, theme: Theme) -> Figure:
         return base / own if base and own else None
 
     made = {name: values for name, values in columns(rows, speed).items() if name != BASELINE}
-    bars(left, [row["cell"] for row in rows], made, "{:.2f}")
+    cells = [f"{row['model']} {short(row['shape']['len_q'])}" if "model" in row else row["cell"] for row in rows]
+    bars(left, cells, made, "{:.2f}")
     found = [y for values in made.values() for y in values if y is not None]
     left.axhline(1, color=theme.muted, lw=0.8)
     if found:
@@ -230,7 +231,7 @@ def blocks(result: Result, theme: Theme) -> Figure:
         share = np.array([_share(row, part) for row in rows])
         right.bar(range(len(rows)), share, 0.7, bottom=base, label=part, color=ink)
         base += share
-    right.set_xticks(range(len(rows)), [row["cell"] for row in rows], rotation=25, ha="right")
+    right.set_xticks(range(len(rows)), cells, rotation=25, ha="right")
     dressed(right, theme, "share of the time, ours, %")
     legend(figure, [left, right], theme)
     return figure
@@ -246,14 +247,14 @@ def deviations(result: Result, theme: Theme) -> Figure:
     figure, (ax,) = sheet(result, theme, 1, "Largest deviation between identical backward passes, mean of 10")
     rows = result["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["deviation"]))
-    labels = {name: "ours" if ":" in name and not name.startswith("any") else name for name in names}
+    labels = {name: "any" if name.startswith("any") else "ours" if is_ours(name) else name for name in names}
     series: dict[str, list[float | None]] = {}
     for name in names:
         values = series.setdefault(labels[name], [None] * len(rows))
         for i, row in enumerate(rows):
             if name in row["deviation"]:
                 values[i] = row["deviation"][name]["mean"]
-    bars(ax, [row["cell"] for row in rows], series, "{:.0e}", pale=False)
+    bars(ax, [row["cell"] for row in rows], series, "{:.0e}")
     for text in ax.texts:
         if text.get_text() == "0e+00":
             text.set_text("0")
@@ -266,7 +267,7 @@ def sheet(result: Result, theme: Theme, panels: int, title: str) -> tuple[Figure
     """A figure with so many panels, two in a row, titled with where the numbers come from."""
     across = min(2, panels)
     down = -(-panels // across)
-    figure = Figure(figsize=(11, 1.5 + 3.1 * down), facecolor=theme.ground)
+    figure = Figure(figsize=(11, 1.65 + 3.1 * down), facecolor=theme.ground)
     FigureCanvasAgg(figure)
     axes = list(np.atleast_1d(figure.subplots(down, across, squeeze=False)).flat)
     for ax in axes[panels:]:
@@ -280,7 +281,7 @@ def sheet(result: Result, theme: Theme, panels: int, title: str) -> tuple[Figure
     where = ", ".join(str(x) for x in (device, env.get("date")) if x)
     figure.text(0.02, 1 - 0.3 / high, title, size=13, weight="bold", color=theme.ink)
     figure.text(0.02, 1 - 0.53 / high, where, size=9, color=theme.muted)
-    figure.subplots_adjust(0.055, 1.05 / high, 0.985, 1 - 0.95 / high, wspace=0.14, hspace=0.42)
+    figure.subplots_adjust(0.055, 1.2 / high, 0.985, 1 - 0.95 / high, wspace=0.14, hspace=0.42)
     return figure, axes[:panels]
 
 
@@ -303,7 +304,7 @@ def legend(figure: Figure, axes: Sequence[Axes], theme: Theme) -> None:
         handles,
         order,
         loc="lower center",
-        ncols=min(10, max(1, len(order))),
+        ncols=min(9, max(1, len(order))),
         frameon=False,
         fontsize=8.5,
         labelcolor=theme.ink,

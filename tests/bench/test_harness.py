@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -191,6 +192,15 @@ def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert list(steps([TINY, TINY], "grid")) == [TINY, TINY]
     assert "[2/2, 0 s] grid tiny" in capsys.readouterr().err
+
+
+def test_torch_and_numpy_are_enough() -> None:
+    """GPU machines often have little more: no command line library, no compiler for planning, nothing to draw with."""
+    absent = ("typer", "rich", "numba", "matplotlib", "rustworkx", "ortools", "transformers", "triton", "cutlass")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
+        f"import dash_attn.bench.{name}" for name in ("command", "audit.command", "audit.child", "__main__")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RESULTS.parents[1])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
