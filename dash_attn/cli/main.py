@@ -344,6 +344,23 @@ def plot_command(
 
 
 @app.command()
+def paper(
+    results: Annotated[list[Path], typer.Argument(help="files written by bench")],
+    out: Annotated[Path, typer.Option("--out", help="page to write")] = Path("paper.md"),
+    figures: Annotated[Path, typer.Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
+) -> None:
+    """The paper's figures and tables beside measured ones: a page with pictures, light and dark."""
+    from dash_attn.bench.paper import page
+    from dash_attn.viz.results import gathered, plot
+
+    text = page(gathered(results), figures.as_posix())
+    for dark in (False, True):
+        plot(results, out.parent / figures, dark=dark)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {out} and its pictures")
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="report to write")] = Path("report.html"),
     quick: Annotated[bool, typer.Option("--quick", help="a smaller problem")] = False,

@@ -59,13 +59,18 @@ def plot(files: Sequence[Path], out: Path, *, dark: bool = False, kind: str = "p
     """Draw every suite found in the files; the paths of the pictures."""
     if kind not in ("png", "svg"):
         raise ValueError(f"--format {kind!r}: choose png or svg")
+    theme = DARK if dark else LIGHT
+    ending = f"{'_dark' if dark else ''}.{kind}"
+    return [save(DRAWN[name](result, theme), out / f"{name}{ending}") for name, result in gathered(files).items()]
+
+
+def gathered(files: Sequence[Path]) -> dict[str, Result]:
+    """By suite; the rows of files of one suite together."""
     suites: dict[str, Result] = {}
     for file in files:
         result = read(file)
         suites.setdefault(result["suite"], {**result, "rows": []})["rows"].extend(result["rows"])
-    theme = DARK if dark else LIGHT
-    ending = f"{'_dark' if dark else ''}.{kind}"
-    return [save(DRAWN[name](result, theme), out / f"{name}{ending}") for name, result in suites.items()]
+    return suites
 
 
 def read(file: Path) -> Result:
