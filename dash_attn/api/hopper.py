@@ -10,17 +10,17 @@ from torch import Tensor
 
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
-from dash_attn.kernels.sm90.config import KernelConfig, select
+from dash_attn.kernels.sm90.config import HEAD_DIMS, KernelConfig, select
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
-DIMS = (64, 128)
 
 
 class HopperBackend:
-    """bf16 and fp16, head dims 64 and 128. Bits depend on the order and the kernel, never on the GPU's size."""
+    """bf16 and fp16, head dims that are multiples of 8 up to 128. Bits depend on the order and the kernel, never on
+    the GPU's size."""
 
     name = "sm90"
     forward_provider = "aten._flash_attention_forward"
@@ -38,6 +38,9 @@ class HopperBackend:
                 "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
                 "your own forward"
             )
+        if q.numel() == 0 or k.numel() == 0:
+            shape = problem.batch, problem.heads_q, problem.len_q
+            return q.new_zeros(q.shape), q.new_full(shape, -torch.inf, dtype=torch.float32)
         q, k, v = (_aligned(x) for x in (q, k, v))
         left, right = problem.mask.left, problem.mask.right
         documents = problem.mask.documents
@@ -50,7 +53,7 @@ class HopperBackend:
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
             )
-            return out, lse
+            return out, _unseen(problem, lse)
         # Rows of a batch are packed one behind the other, each with the same documents.
         starts = [
             torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
@@ -66,7 +69,8 @@ class HopperBackend:
             False,
             **keywords,
         )
-        return out.view_as(q), lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
+        lse = lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
+        return out.view_as(q), _unseen(problem, lse)
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
         from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
@@ -119,10 +123,11 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
     """The kernel for a problem, or an error that says which problems have one."""
     if problem.dtype not in DTYPES:
         raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
-    if problem.dim not in DIMS:
+    if problem.dim not in HEAD_DIMS:
+        pad = "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
         raise NotImplementedError(
-            f"q has head dim {problem.dim}: on GPUs dash_attn has kernels for {' and '.join(map(str, DIMS))}; "
-            "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
+            f"q has head dim {problem.dim}: on GPUs dash_attn takes multiples of 8 up to {max(HEAD_DIMS)}; "
+            + (pad if problem.dim < max(HEAD_DIMS) else "use torch's scaled_dot_product_attention there")
         )
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
     return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)
@@ -138,12 +143,20 @@ def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.devi
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
 
 
+def _unseen(problem: Problem, lse: Tensor) -> Tensor:
+    """torch's kernel says inf for a row that sees no key; the log of a sum of nothing is -inf."""
+    mask = problem.mask
+    if mask.is_full or (mask.is_causal and problem.len_q <= problem.len_k):
+        return lse  # every row sees some
+    return torch.where(lse == torch.inf, -torch.inf, lse)
+
+
 def _tensors(operands: Operands) -> tuple[Tensor, ...]:
     return operands.dout, operands.q, operands.k, operands.v, operands.out
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As the bulk loads need it: rows contiguous, every stride and the start a multiple of 16 bytes."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]):
+    """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
         return x
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss
