@@ -20,7 +20,6 @@ from torch.nn import functional
 from dash_attn.bench import operands, peers
 from dash_attn.bench.cases import Case, Model
 from dash_attn.bench.measure import Settings
-from dash_attn.bench.ours import padded_to
 from dash_attn.bench.record import Row, gpu_now, shape_of
 from dash_attn.bench.timing import event, peak_bytes, sample, summary
 from dash_attn.bench.variants import Backward, reason
@@ -149,7 +148,6 @@ def measure_block(model: Model, case: Case, settings: Settings, dtype: torch.dty
         "model": model.name,
         "shape": shape_of(problem),
         "default": settings.ours.orders(problem)[0],
-        "padded_to": padded_to(problem, device),
         "forward": operands.forward_provider(device),
         **{key: {} for key in ("us", "parts", "peak_bytes", "deviation", "same_bits", "missing", "failed")},
     }

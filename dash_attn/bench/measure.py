@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dash_attn.bench.cases import Case
 from dash_attn.bench.operands import TOLERANCE, error, exact, input_sets
-from dash_attn.bench.ours import Ours, padded_to
+from dash_attn.bench.ours import Ours
 from dash_attn.bench.peers import PEERS, peer
 from dash_attn.bench.record import Row, gpu_now, shape_of
 from dash_attn.bench.timing import Timing, peak_bytes, time_all
@@ -45,7 +45,6 @@ def measure(case: Case, settings: Settings) -> Row:
         "shape": shape_of(case.problem),
         "flops": case.flops,
         "default": settings.ours.orders(case.problem)[0],
-        "padded_to": padded_to(case.problem, device),
         "us": {},
         "peak_bytes": {},
         "error": {},

@@ -66,16 +66,14 @@ class Ours:
             planned = plan(problem, cpu.tile_shape(problem), order)
             placed = placement(planned, max(planned.co_resident, torch.get_num_threads()))
             return partial(cpu.backward, problem, planned.program, placed, order="program" if ordered else "any")
-        wide = widened(problem)
-        run = self._kernel(wide, device, order, ordered)
-        return run if wide.dim == problem.dim else partial(_padded, run, wide.dim)
+        return self._kernel(problem, device, order, ordered)
 
     def _kernel(self, problem: Problem, device: torch.device, order: str, ordered: bool) -> Backward:
         from dash_attn.kernels.sm90.launch import DeviceTables, Inputs, backward, resident_workers
 
         hopper.require(device)
         cfg = hopper.config_of(problem, ordered)
-        cfg = replace(cfg, **self.config).validate() if ordered and self.config else cfg
+        cfg = replace(cfg, **self.config).validate() if self.config else cfg
         program, placed = self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, resident_workers(device))
         rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
         tables, scale = DeviceTables.of(program, placed, rows, device), problem.softmax_scale
@@ -102,30 +100,10 @@ class Ours:
 
     def keep(self, problem: Problem) -> int:
         """Plan every order of a problem for a GPU and keep it in the folder; how many there are."""
-        problem = widened(problem)
         cfg = hopper.config_of(problem, True)
         for order in self.orders(problem):
             self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, WORKERS)
         return len(self.orders(problem))
-
-
-def widened(problem: Problem) -> Problem:
-    """A head dim without a kernel of its own becomes the next that has one; the scale stays."""
-    dim = next((dim for dim in hopper.DIMS if dim >= problem.dim), problem.dim)
-    return problem if dim == problem.dim else replace(problem, dim=dim, scale=problem.softmax_scale)
-
-
-def padded_to(problem: Problem, device: torch.device) -> int | None:
-    """The head dim our kernel computes with, where it is another."""
-    wide = widened(problem).dim
-    return wide if device.type == "cuda" and wide != problem.dim else None
-
-
-def _padded(run: Backward, wide: int, s: Operands) -> tuple[Tensor, ...]:
-    """Zeros up to the kernel's head dim; padding and slicing are part of the call."""
-    dim = s.q.shape[-1]
-    dout, q, k, v, out = (torch.nn.functional.pad(x, (0, wide - dim)) for x in (s.dout, s.q, s.k, s.v, s.out))
-    return tuple(x[..., :dim] for x in run(Operands(dout, q, k, v, out, s.lse)))
 
 
 @lru_cache(maxsize=16)

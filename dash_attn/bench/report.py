@@ -148,11 +148,7 @@ def absent(result: Mapping[str, Any]) -> str:
             for name, why in row.get(kind, {}).items():
                 places.setdefault((kind, name, why), []).append(row["cell"])
     everywhere = len(result["rows"])
-    text = [
-        f"note: {row['cell']}: ours is padded to head dim {row['padded_to']}"
-        for row in result["rows"]
-        if row.get("padded_to")
-    ]
+    text = []
     for (kind, name, why), cells in places.items():
         where = "everywhere" if len(cells) == everywhere else ", ".join(cells[:4]) + (" ..." if len(cells) > 4 else "")
         text.append(f"{kind.upper() if kind == 'failed' else kind}: {name} ({where}): {why}")
