@@ -52,26 +52,35 @@ def tflops(row: Row, name: str) -> float | None:
 
 
 def throughput(result: Mapping[str, Any]) -> str:
-    """TFLOPS of every variant, memory of the default, and how it stands to the baseline."""
+    """TFLOPS of every variant, and how our default stands to the baseline."""
+    header, lines = _by_variant(result, "TFLOPS", tflops)
+    for row, line in zip(result["rows"], lines, strict=True):
+        ours, base = median(row, default_of(row)), median(row, BASELINE)
+        line.append(f"{base / ours:.2f}x" if base and ours else "-")
+    return text_table([*header, f"ours/{BASELINE}"], lines)
+
+
+def memory(result: Mapping[str, Any]) -> str:
+    """Peak memory of every variant's call, or nothing where it was not counted."""
+    if not any(any(row.get("peak_bytes", {}).values()) for row in result["rows"]):
+        return ""
+    return text_table(
+        *_by_variant(result, "peak MB", lambda row, name: (row.get("peak_bytes", {}).get(name) or 0) / 1e6 or None)
+    )
+
+
+def _by_variant(
+    result: Mapping[str, Any], what: str, value: Callable[[Row, str], float | None]
+) -> tuple[list[str], list[list[str]]]:
+    """One column for our default and one for the control, whatever orders they stand for in a mask."""
     rows = result["rows"]
-    # One column for our default and one for the control, whatever orders they stand for in a mask.
     names = list(dict.fromkeys(name for row in rows for name in row["us"] if not _special(row, name)))
-    header = ["TFLOPS", "ours", *names, "any", f"ours/{BASELINE}", "peak MB"]
     lines = []
     for row in rows:
-        default = default_of(row)
-        ours, base = median(row, default), median(row, BASELINE)
-        peak = row.get("peak_bytes", {}).get(default)
-        values = [tflops(row, name) for name in (default, *names, unordered_of(row))]
-        lines.append(
-            [
-                row["cell"],
-                *(f"{x:.3g}" if x is not None and x < 1 else f"{x:.0f}" if x is not None else "-" for x in values),
-                f"{base / ours:.2f}x" if base and ours else "-",
-                f"{peak / 1e6:.0f}" if peak else "-",
-            ]
-        )
-    return text_table(header, lines)
+        values = [value(row, name) for name in (default_of(row), *names, unordered_of(row))]
+        shown = ("-" if x is None else f"{x:.3g}" if x < 1 else f"{x:.0f}" for x in values)
+        lines.append([row["cell"], *shown])
+    return [what, "ours", *names, "any"], lines
 
 
 def _special(row: Row, name: str) -> bool:
@@ -125,8 +134,10 @@ def blocks(result: Mapping[str, Any]) -> str:
             part = row["parts"][name]
             shares = [part[key] / us["median"] for key in ("attention forward", "attention backward", "rest")]
             speed = f"{base / us['median']:.3f}x" if base else "-"
-            lines.append([row["cell"], name, f"{us['median'] / 1e3:.2f}", *(f"{x:.0%}" for x in shares), speed])
-    return text_table(["block", "backward", "ms", "attn fwd", "attn bwd", "rest", f"vs {BASELINE}"], lines)
+            peak = row["peak_bytes"].get(name)
+            cells = [f"{us['median'] / 1e3:.2f}", *(f"{x:.0%}" for x in shares), f"{peak / 1e6:.0f}" if peak else "-"]
+            lines.append([row["cell"], name, *cells, speed])
+    return text_table(["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines)
 
 
 def deviations(result: Mapping[str, Any]) -> str:
@@ -163,5 +174,5 @@ def summary(result: Mapping[str, Any]) -> str:
     elif suite == "deviation":
         parts = [deviations(result)]
     else:
-        parts = [throughput(result), ratios(result)] + ([prices(result)] if suite == "price" else [])
+        parts = [throughput(result), memory(result), ratios(result)] + ([prices(result)] if suite == "price" else [])
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

@@ -244,4 +244,7 @@ def test_tables_of_the_committed_results() -> None:
     row = result["rows"][0]
     assert report.default_of(row) == "shift:64" and report.unordered_of(row) == "any (shift:64)"
     assert report.price(row, "fa4") == pytest.approx(1 - 499.724 / 588.574, abs=1e-3)
+    assert not report.memory(result)
+    row["peak_bytes"] = {"shift:64": 123e6}
+    assert "123" in report.memory(result) and "peak MB" in report.summary(result)
     assert report.price(row, "fa2") is None and report.is_ours("fa3") and not report.is_ours("fa4 det")
