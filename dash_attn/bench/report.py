@@ -9,6 +9,7 @@ from typing import Any
 from dash_attn.schedule import POLICIES, parse
 
 Row = dict[str, Any]  # as in a result's file: pictures of it need no torch
+Table = tuple[list[str], list[list[str]]]  # header, lines
 
 BASELINE = "fa4 det"
 # Deterministic and not, by the same author: what determinism costs.
@@ -51,27 +52,23 @@ def tflops(row: Row, name: str) -> float | None:
     return row["flops"] / us / 1e6 if us and row.get("flops") else None
 
 
-def throughput(result: Mapping[str, Any]) -> str:
+def throughput(result: Mapping[str, Any]) -> Table:
     """TFLOPS of every variant, and how our default stands to the baseline."""
     header, lines = _by_variant(result, "TFLOPS", tflops)
     for row, line in zip(result["rows"], lines, strict=True):
         ours, base = median(row, default_of(row)), median(row, BASELINE)
         line.append(f"{base / ours:.2f}x" if base and ours else "-")
-    return text_table([*header, f"ours/{BASELINE}"], lines)
+    return [*header, f"ours/{BASELINE}"], lines
 
 
-def memory(result: Mapping[str, Any]) -> str:
+def memory(result: Mapping[str, Any]) -> Table | None:
     """Peak memory of every variant's call, or nothing where it was not counted."""
     if not any(any(row.get("peak_bytes", {}).values()) for row in result["rows"]):
-        return ""
-    return text_table(
-        *_by_variant(result, "peak MB", lambda row, name: (row.get("peak_bytes", {}).get(name) or 0) / 1e6 or None)
-    )
+        return None
+    return _by_variant(result, "peak MB", lambda row, name: (row.get("peak_bytes", {}).get(name) or 0) / 1e6 or None)
 
 
-def _by_variant(
-    result: Mapping[str, Any], what: str, value: Callable[[Row, str], float | None]
-) -> tuple[list[str], list[list[str]]]:
+def _by_variant(result: Mapping[str, Any], what: str, value: Callable[[Row, str], float | None]) -> Table:
     """One column for our default and one for the control, whatever orders they stand for in a mask."""
     rows = result["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["us"] if not _special(row, name)))
@@ -116,16 +113,16 @@ def price(row: Row, pair: str) -> float | None:
     return 1 - fast / slow if slow and fast else None
 
 
-def prices(result: Mapping[str, Any]) -> str:
+def prices(result: Mapping[str, Any]) -> Table:
     """What determinism costs, by library."""
     lines = []
     for row in result["rows"]:
         found = [price(row, pair) for pair in PAIRS]
         lines.append([row["cell"], *("-" if x is None else f"{x:+.1%}" for x in found)])
-    return text_table(["price of determinism", *PAIRS], lines)
+    return ["price of determinism", *PAIRS], lines
 
 
-def blocks(result: Mapping[str, Any]) -> str:
+def blocks(result: Mapping[str, Any]) -> Table:
     """Whole block, its parts, and the speed-up over the deterministic baseline."""
     lines = []
     for row in result["rows"]:
@@ -137,10 +134,10 @@ def blocks(result: Mapping[str, Any]) -> str:
             peak = row["peak_bytes"].get(name)
             cells = [f"{us['median'] / 1e3:.2f}", *(f"{x:.0%}" for x in shares), f"{peak / 1e6:.0f}" if peak else "-"]
             lines.append([row["cell"], name, *cells, speed])
-    return text_table(["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines)
+    return ["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines
 
 
-def deviations(result: Mapping[str, Any]) -> str:
+def deviations(result: Mapping[str, Any]) -> Table:
     """The paper's Table 1."""
     lines = []
     for row in result["rows"]:
@@ -148,7 +145,7 @@ def deviations(result: Mapping[str, Any]) -> str:
             worst = [f"{found['worst'][key]:.1e}" if found["worst"][key] else "0" for key in ("dq", "dk", "dv")]
             mean = f"{found['mean']:.1e}" if found["mean"] else "0"
             lines.append([row["cell"], name, "yes" if found["deterministic"] else "no", mean, *worst])
-    return text_table(["case", "variant", "promised", "mean of max", "dq", "dk", "dv"], lines)
+    return ["case", "variant", "promised", "mean of max", "dq", "dk", "dv"], lines
 
 
 def absent(result: Mapping[str, Any]) -> str:
@@ -166,13 +163,18 @@ def absent(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
+def tables(result: Mapping[str, Any]) -> list[Table]:
+    """The tables of a suite."""
+    suite = result.get("suite", "grid")
+    if suite in ("block", "deviation"):
+        return [blocks(result) if suite == "block" else deviations(result)]
+    found = [throughput(result), memory(result), prices(result) if suite == "price" else None]
+    return [table for table in found if table is not None]
+
+
 def summary(result: Mapping[str, Any]) -> str:
     """All that is to be said about a result."""
-    suite = result.get("suite", "grid")
-    if suite == "block":
-        parts = [blocks(result)]
-    elif suite == "deviation":
-        parts = [deviations(result)]
-    else:
-        parts = [throughput(result), memory(result), ratios(result)] + ([prices(result)] if suite == "price" else [])
+    parts = [text_table(*table) for table in tables(result)]
+    if result.get("suite") not in ("block", "deviation"):
+        parts.append(ratios(result))
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

@@ -348,8 +348,14 @@ def paper(
     results: Annotated[list[Path], typer.Argument(help="files written by bench")],
     out: Annotated[Path, typer.Option("--out", help="page to write")] = Path("paper.md"),
     figures: Annotated[Path, typer.Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
+    html: Annotated[Path | None, typer.Option("--html", help="only one self-contained web page, to this file")] = None,
 ) -> None:
     """The paper's figures and tables beside measured ones: a page with pictures, light and dark."""
+    if html is not None:
+        from dash_attn.viz.evidence import evidence
+
+        typer.echo(f"wrote {evidence(results, html)}")
+        return
     from dash_attn.bench.paper import page
     from dash_attn.viz.results import gathered, plot
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
 import pytest
 
+from dash_attn.viz.evidence import HEADINGS, evidence
 from dash_attn.viz.results import DARK, DRAWN, LIGHT, plot, read, throughput
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -84,3 +86,20 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     file.write_text(json.dumps(result("grid") | {"suite": "mine"}))
     with pytest.raises(ValueError, match="mine"):
         plot([file], tmp_path)
+
+
+def test_one_page_holds_everything(tmp_path: Path) -> None:
+    files = []
+    for suite in DRAWN:
+        made = result(suite)
+        for each in made["rows"]:
+            each["missing"], each["failed"] = {"flex": "not here"}, {}
+            for found in each["deviation"].values():
+                found["worst"] = {"dq": found["mean"], "dk": 0.0, "dv": 0.0}
+        files.append(tmp_path / f"{suite}.json")
+        files[-1].write_text(json.dumps(made))
+    text = evidence(files, tmp_path / "page.html").read_text()
+    assert all(f"<h2>{heading}</h2>" in text for heading in HEADINGS.values()) and set(HEADINGS) == set(DRAWN)
+    assert text.count('srcset="data:image/png') == text.count('<img src="data:image/png') == len(DRAWN)
+    assert "missing: flex (everywhere): not here" in text and "Figure 10" in text and "Schedules: causal mask" in text
+    assert re.search(r"img-src data:", text)  # or the browser refuses them
