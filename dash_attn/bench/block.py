@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dash_attn.api.backends import backend_for
 from dash_attn.bench import operands, peers
 from dash_attn.bench.cases import Case, Model
 from dash_attn.bench.measure import Settings
@@ -148,7 +149,7 @@ def measure_block(model: Model, case: Case, settings: Settings, dtype: torch.dty
         "model": model.name,
         "shape": shape_of(problem),
         "default": settings.ours.orders(problem)[0],
-        "forward": operands.forward_provider(device),
+        "forward": backend_for(device).forward_provider(problem),
         **{key: {} for key in ("us", "parts", "peak_bytes", "deviation", "same_bits", "missing", "failed")},
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dash_attn import cpu
+from dash_attn.api.backends import backend_for
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.problem import Problem
 
@@ -27,35 +27,14 @@ def draw(problem: Problem, device: torch.device, seed: int = 0) -> Operands:
 
 
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse: FlashAttention-4's where it is installed, else torch's."""
-    mask = problem.mask
-    if q.device.type == "cpu":
-        return cpu.forward(problem, q, k, v)
-    if (mask.is_full or mask.is_causal) and forward_provider(q.device) == "flash-attn-4":
-        from flash_attn.cute.interface import _flash_attn_fwd
-
-        made = _flash_attn_fwd(q, k, v, softmax_scale=problem.softmax_scale, causal=mask.is_causal, return_lse=True)
-        return made[0], made[1]
-    from dash_attn.api.hopper import HopperBackend
-
-    return HopperBackend().forward(problem, q, k, v)
-
-
-def forward_provider(device: torch.device) -> str:
-    """Whose forward makes out and lse here."""
-    if device.type == "cpu":
-        return cpu.PROVIDER
-    try:
-        import flash_attn.cute.interface  # noqa: F401
-    except ImportError:
-        return "torch"
-    return "flash-attn-4"
+    """out and lse, from the library that dash_attn.attention would take here."""
+    return backend_for(q.device).forward(problem, q, k, v)
 
 
 def input_sets(problem: Problem, device: torch.device) -> list[Operands]:
     """So many that the cache holds none of the last call's inputs when the next call begins: at least two."""
     first = draw(problem, device)
-    size = sum(x.numel() * x.element_size() for x in vars(first).values())
+    size = sum(x.numel() * x.element_size() for x in first)
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
     return [first, *(draw(problem, device, seed) for seed in range(1, min(8, 2 + cache // size)))]
 

@@ -11,7 +11,7 @@ import torch
 
 from dash_attn import cpu
 from dash_attn.bench import peers
-from dash_attn.bench.operands import draw, error, exact, forward, forward_provider
+from dash_attn.bench.operands import draw, error, exact
 from dash_attn.bench.peers import PEERS
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Problem, window
@@ -55,11 +55,6 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     """A package of that name, with the arguments it has and our own arithmetic; the keywords it was called with."""
     seen: list[dict] = []
 
-    def fwd(q, k, v, *, softmax_scale=None, causal=False, return_lse=False):
-        problem = Problem(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], "float32")
-        problem = Problem(**{**vars(problem), "scale": softmax_scale, "mask": CAUSAL if causal else FULL})
-        return (*cpu.forward(problem, q, k, v), None)
-
     def bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False):
         seen.append({"scale": softmax_scale, "causal": causal, "deterministic": deterministic})
         mask = CAUSAL if causal else FULL
@@ -69,7 +64,7 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
         return (*cpu.backward(problem, planned.program, placement(planned, 4), operands), None)
 
     interface = types.ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_fwd, interface._flash_attn_bwd = fwd, bwd
+    interface._flash_attn_bwd = bwd
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
@@ -95,4 +90,3 @@ def test_other_masks_and_absent_packages_are_named() -> None:
     if not any((Path(p) / "flash_attn").exists() for p in sys.path):
         with pytest.raises(ImportError, match="flash_attn"):
             PEERS["fa4"].prepare(PROBLEMS[0], sets)
-    assert forward_provider(CPU) == cpu.PROVIDER and len(forward(problem, sets[0].q, sets[0].k, sets[0].v)) == 2

@@ -43,10 +43,10 @@ class Step:
     def batched(self) -> Operands:
         """With a batch of one where tensors are packed."""
         packed = self.operands.q.ndim == 3
-        return Operands(*(x.unsqueeze(0) if packed else x for x in vars(self.operands).values()))
+        return Operands(*(x.unsqueeze(0) if packed else x for x in self.operands))
 
     def save(self, path: Path) -> None:
-        torch.save(vars(self.operands) | {"kwargs": self.keywords}, path)
+        torch.save(self.operands._asdict() | {"kwargs": self.keywords}, path)
 
 
 def problem_from(shape: Mapping[str, Any]) -> Problem:

@@ -52,7 +52,7 @@ def target_of(name: str, step: Step) -> Target:
         return _cpu(step, rest, ordered) if step.operands.q.device.type == "cpu" else _gpu(step, rest, ordered)
     if kind == "function":
         module, _, attribute = rest.partition(":")
-        run = partial(getattr(import_module(module), attribute), **vars(step.operands), **step.keywords)
+        run = partial(getattr(import_module(module), attribute), **step.operands._asdict(), **step.keywords)
         return lambda _: tuple(run())
     (call,) = peer(rest).prepare(step.problem(), [step.operands])
     return lambda _: call()
@@ -64,7 +64,7 @@ def takes_conditions(name: str) -> bool:
 
 def _gpu(step: Step, policy: str, ordered: bool) -> Target:
     def run(c: Conditions) -> Gradients:
-        operands = vars(step.operands)
+        operands = step.operands._asdict()
         return api.backward(**operands, **step.keywords, policy=policy, deterministic=ordered, sm_margin=c.sm_margin)
 
     return run
