@@ -202,7 +202,7 @@ def test_several_queries_on_a_cache(name: str) -> None:
             torch.testing.assert_close(both, whole, atol=1e-5, rtol=1e-4)
 
 
-def weights_after(name: str, steps: int = 5, **changes: Any) -> list[Tensor]:
+def weights_after(name: str, steps: int = 20, **changes: Any) -> list[Tensor]:
     model = build(name, **changes).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mask = padded("right")
