@@ -52,7 +52,8 @@ def tensors(*lead: int, queries: int | None = None) -> list[Tensor]:
 
 
 def packed(ends: list[int], padded: list[int] | None = None, form: str = "thd") -> SimpleNamespace:
-    real, more = torch.tensor(ends), None if padded is None else torch.tensor(padded)
+    int32 = {"dtype": torch.int32}
+    real, more = torch.tensor(ends, **int32), None if padded is None else torch.tensor(padded, **int32)
     return SimpleNamespace(
         qkv_format=form, cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=more, cu_seqlens_kv_padded=more
     )

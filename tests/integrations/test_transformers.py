@@ -159,7 +159,9 @@ def test_packed_if_a_model_keeps_position_ids_to_itself() -> None:
     mask = create_causal_mask(model.config, embeds, None, None, positions(10, 23)[None])
     q, k, v = (torch.randn(1, 2, LENGTH, 16) for _ in range(3))
     by_mask = attention_forward(nn.Identity(), q, k, v, mask)[0]
-    by_ends = attention_forward(nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 10, 33]))[0]
+    by_ends = attention_forward(
+        nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 10, 33], dtype=torch.int32)
+    )[0]
     assert torch.equal(by_mask, by_ends)
     assert not torch.equal(by_mask, attention_forward(nn.Identity(), q, k, v, None)[0])
 
