@@ -1,8 +1,7 @@
 """dash_attn in torchtitan, by its override mechanism: docs/torchtitan.md
 
-Put this file where Python finds it, take a config with varlen attention and add to the command line
-
-    --debug.deterministic --override.imports torchtitan_dash.dash_attention,torchtitan_dash.keep_attention
+Put this file where Python finds it, take a config with varlen attention, and add to its `override.imports`
+"torchtitan_dash.dash_attention" and, for selective checkpointing, "torchtitan_dash.keep_attention".
 """
 
 from __future__ import annotations

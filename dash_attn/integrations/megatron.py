@@ -42,8 +42,15 @@ class DashCoreAttention(nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__()
+        if k_channels != v_channels:
+            raise NotImplementedError(
+                f"k_channels={k_channels} and v_channels={v_channels} (multi-latent attention): dash_attn needs values "
+                "with the head dim of queries; use Transformer Engine's attention"
+            )
         asked = {name: getattr(config, name, nothing) for name, (nothing, _) in REFUSED.items()}
         if attention_dropout is not None:
             asked["attention_dropout"] = attention_dropout

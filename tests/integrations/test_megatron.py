@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.api.arguments import wants_determinism
@@ -145,6 +146,23 @@ def test_deterministic_mode(monkeypatch: pytest.MonkeyPatch, mode: bool) -> None
 def test_configs_that_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         core(**config)
+
+
+def test_values_of_another_dim_are_refused() -> None:
+    config = SimpleNamespace(**DEFAULTS)
+    DashCoreAttention(config, 1, MaskType.causal, k_channels=64, v_channels=64)
+    with pytest.raises(NotImplementedError, match="multi-latent"):
+        DashCoreAttention(config, 1, MaskType.causal, k_channels=192, v_channels=128)
+
+
+def test_recomputed_gives_the_same_bits() -> None:
+    grads = []
+    for again in (False, True):
+        q, k, v = (x.requires_grad_() for x in tensors(33, 2))
+        out = checkpoint(core(), q, k, v, None, use_reentrant=False) if again else core()(q, k, v, None)
+        out.square().sum().backward()
+        grads.append([x.grad for x in (q, k, v)])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_dropout_given_beside_the_config() -> None:
