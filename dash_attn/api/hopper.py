@@ -38,6 +38,9 @@ class HopperBackend:
                 "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
                 "your own forward"
             )
+        if q.numel() == 0 or k.numel() == 0:
+            shape = problem.batch, problem.heads_q, problem.len_q
+            return q.new_zeros(q.shape), q.new_full(shape, -torch.inf, dtype=torch.float32)
         q, k, v = (_aligned(x) for x in (q, k, v))
         left, right = problem.mask.left, problem.mask.right
         documents = problem.mask.documents
@@ -50,7 +53,7 @@ class HopperBackend:
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
             )
-            return out, lse
+            return out, _unseen(problem, lse)
         # Rows of a batch are packed one behind the other, each with the same documents.
         starts = [
             torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
@@ -66,7 +69,8 @@ class HopperBackend:
             False,
             **keywords,
         )
-        return out.view_as(q), lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
+        lse = lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
+        return out.view_as(q), _unseen(problem, lse)
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
         from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
@@ -138,12 +142,20 @@ def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.devi
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
 
 
+def _unseen(problem: Problem, lse: Tensor) -> Tensor:
+    """torch's kernel says inf for a row that sees no key; the log of a sum of nothing is -inf."""
+    mask = problem.mask
+    if mask.is_full or (mask.is_causal and problem.len_q <= problem.len_k):
+        return lse  # every row sees some
+    return torch.where(lse == torch.inf, -torch.inf, lse)
+
+
 def _tensors(operands: Operands) -> tuple[Tensor, ...]:
     return operands.dout, operands.q, operands.k, operands.v, operands.out
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """As the bulk loads need it: rows contiguous, every stride and the start a multiple of 16 bytes."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s in x.stride()[:-1]):
+    """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
         return x
-    return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 import dash_attn
+from dash_attn.api import hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -17,18 +26,39 @@ CALLS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
-        pytest.fail("asked for GPU tests, but there is no Hopper GPU")
-
-
-def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: object) -> list[torch.Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = dash_attn.attention(*leaves, **how)
-    torch.manual_seed(1)
-    dout = torch.randn(out.shape, dtype=torch.float32).to(out)
+def results(function: Callable[..., Tensor], *inputs: Tensor, **how: object) -> list[Tensor]:
+    """out and the gradients of all inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves, **how)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, **how: object) -> list[Tensor]:
+    return results(dash_attn.attention, q, k, v, **how)
+
+
+def tensors(*sizes: int, heads: tuple[int, int] = (4, 2), dim: int = 64, dtype: torch.dtype = torch.bfloat16):
+    """q, k and v on the GPU, (*sizes, heads, dim)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*sizes, n, dim) for n in (heads[0], heads[1], heads[1])]
+    return [torch.randn(shape, generator=generator).to("cuda", dtype) for shape in shapes]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def close(got: list[Tensor], want: list[Tensor], limit: float = 1e-2) -> bool:
+    pairs = [(a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(got, want, strict=True)]
+    return all(bool((a - b).norm() <= limit * b.norm()) for a, b in pairs)
+
+
+def in_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """torch's plain attention over (batch, seqlen, heads, dim)."""
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -65,3 +95,183 @@ def test_explain_names_the_kernel() -> None:
     q, k, v = (torch.randn(1, 256, 2, 64, device="cuda").bfloat16() for _ in range(3))
     found = dash_attn.explain(q, k, v, causal=True)
     assert found.backend == "sm90" and found.deterministic
+
+
+# ---- calls written for FlashAttention ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attn_func(causal: bool) -> None:
+    inputs = tensors(2, 700)
+    found = results(dash_attn.flash_attn_func, *inputs, causal=causal)
+    assert close(found, results(in_float32, *inputs, causal=causal))
+    out, lse, rest = dash_attn.flash_attn_func(*inputs, causal=causal, return_attn_probs=True)
+    scores = inputs[0].float().transpose(1, 2) @ inputs[1].float().transpose(1, 2).repeat_interleave(2, 1).mT / 8
+    if causal:
+        scores.masked_fill_(torch.ones(700, 700, dtype=torch.bool, device="cuda").triu(1), -torch.inf)
+    assert torch.equal(out, found[0]) and rest is None and lse.dtype == torch.float32
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_flash_attn_varlen_func(on_gpu: bool) -> None:
+    inputs, ends = tensors(1000), [0, 200, 200, 473, 1000]
+    cu = torch.tensor(ends, dtype=torch.int32, device="cuda" if on_gpu else "cpu")
+
+    def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [[x[None, a:b] for x in (q, k, v)] for a, b in pairwise(ends) if b > a]
+        return torch.cat([in_float32(*part, causal=True)[0] for part in parts])
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 527, 527, causal=True)
+
+    assert close(results(packed, *inputs), results(one_by_one, *inputs))
+
+
+def test_rows_and_sequences_without_keys() -> None:
+    """out 0, log-sum-exp -inf, gradients 0: as on the CPU."""
+    q, (_, k, v) = tensors(2, 500)[0], tensors(2, 200)
+    out, lse = dash_attn.attention(q, k, v, causal=True, return_lse=True)
+    assert not bool(out[:, :300].any()) and bool((lse[..., :300] == -torch.inf).all())
+    assert bool(torch.isfinite(lse[..., 300:]).all())
+    found = results(dash_attn.attention, q, k, v, causal=True)
+    assert close(found, gradients(*(x.cpu().float() for x in (q, k, v)), causal=True))
+    assert not bool(found[1][:, :300].any())
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), [(0, 100), (100, 0), (0, 0)])
+def test_no_tokens(len_q: int, len_k: int) -> None:
+    q, (_, k, v) = tensors(2, len_q)[0], tensors(2, len_k)
+    out, *grads = gradients(q, k, v)
+    assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, v.shape]
+    assert not any(bool(x.any()) for x in (out, *grads))
+
+
+# ---- torch's machinery ---------------------------------------------------------------------------------------
+
+
+def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dash_attn.attention(q * 2, k, v, causal=True).sin()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gives_the_bits_of_eager(backend: str) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(dash_attn.attention, fullgraph=True, backend=backend)
+    inputs, packed = tensors(2, 512), tensors(700)
+    for given, how in (
+        (inputs, {"causal": True}),
+        (inputs, {"window": (100, 0)}),
+        (packed, {"cu_seqlens": torch.tensor([0, 300, 700], dtype=torch.int32, device="cuda"), "causal": True}),
+    ):
+        assert same(results(run, *given, **how), gradients(*given, **how))
+    torch._dynamo.reset()
+
+
+def test_compiled_block() -> None:
+    torch._dynamo.reset()
+    run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    inputs = tensors(2, 512)
+    assert same(results(run, *inputs), results(block, *inputs))
+    torch._dynamo.reset()
+
+
+def test_checkpointing() -> None:
+    def saving(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(block, q, k, v, use_reentrant=False)
+
+    inputs = tensors(2, 512)
+    assert same(results(saving, *inputs), results(block, *inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    inputs = tensors(2, 512, dtype=torch.float32)
+    with torch.autocast("cuda", dtype):
+        found = results(dash_attn.attention, *inputs, causal=True)
+    want = gradients(*(x.to(dtype) for x in inputs), causal=True)
+    assert [x.dtype for x in found] == [dtype, *[torch.float32] * 3]
+    assert same([x.to(dtype) for x in found], want)
+
+
+def strided(x: Tensor, how: str) -> Tensor:
+    if how == "heads first":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "every second":
+        return torch.stack([x, x + 1], -1).flatten(-2)[..., ::2]
+    if how == "off by one":  # contiguous, but where no bulk load may begin
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if how == "part of a row":
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+    return x[:1].expand(2, -1, -1, -1)
+
+
+@pytest.mark.parametrize("how", ["heads first", "every second", "off by one", "part of a row", "expanded"])
+def test_strides_do_not_matter(how: str) -> None:
+    inputs = [strided(x, how) for x in tensors(2, 300)]
+    copies = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
+    assert same(gradients(*inputs, causal=True), gradients(*copies, causal=True))
+    q, k, v = copies
+    out, lse = dash_attn.attention(q, k, v, causal=True, return_lse=True)
+    want = dash_attn.backward(q, q, k, v, out, lse, causal=True)
+    if how == "expanded":
+        return
+    given = [strided(torch.full_like(x, float("nan")), how) for x in (q, k, v)]
+    dash_attn.backward(inputs[0], *inputs, strided(out, how), lse, causal=True, dq=given[0], dk=given[1], dv=given[2])
+    assert same(given, list(want))
+
+
+def test_a_gradient_that_is_one_number() -> None:
+    """out.sum() hands down a gradient whose every stride is 0."""
+    leaves = [x.requires_grad_() for x in tensors(2, 300)]
+    found = torch.autograd.grad(dash_attn.attention(*leaves, causal=True).sum(), leaves)
+    out = dash_attn.attention(*leaves, causal=True)
+    assert same(list(found), list(torch.autograd.grad(out, leaves, torch.ones_like(out))))
+
+
+# ---- determinism and its price -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield monkeypatch
+    torch.use_deterministic_algorithms(False)
+
+
+def test_determinism_is_read_at_the_call(flags: pytest.MonkeyPatch) -> None:
+    asked, original = [], hopper.config_of
+    flags.setattr(hopper, "config_of", lambda problem, ordered: (asked.append(ordered), original(problem, ordered))[1])
+    inputs = tensors(1, 300)
+    want = gradients(*inputs, causal=True)
+
+    def ordered(**how: bool) -> bool:
+        asked.clear()
+        found = gradients(*inputs, causal=True, **how)
+        assert close(found, want)
+        return all(asked)
+
+    assert ordered() and not ordered(deterministic=False)
+    flags.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    assert not ordered() and ordered(deterministic=True)
+    for warn_only in (False, True):
+        torch.use_deterministic_algorithms(True, warn_only=warn_only)
+        assert ordered()
+        assert same(gradients(*inputs, causal=True), want)  # torch fills what is not initialised with NaN by now
+
+
+def test_host_overhead() -> None:
+    """Of a problem seen before: what Python does until the kernels are queued."""
+    q, k, v = tensors(1, 256, heads=(2, 2))
+    out, lse = dash_attn.attention(q, k, v, causal=True, return_lse=True)
+    grads = {name: torch.empty_like(x) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    times = []
+    for i in range(260):
+        if i % 20 == 0:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        dash_attn.backward(out, q, k, v, out, lse, causal=True, **grads)
+        times.append(time.perf_counter() - begin)
+    median = statistics.median(times[60:])
+    assert median < 40e-6, f"{median * 1e6:.1f} us"

@@ -8,10 +8,16 @@ import torch
 
 from dash_attn.api import hopper
 from dash_attn.kernels.sm90.config import KernelConfig
-from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward
+from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward, resident_workers
 from dash_attn.plan import plan
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
+
+DEVICE = torch.device("cuda")
+
+
+def sms() -> int:
+    return resident_workers(DEVICE)
 
 
 def config_of(problem: Problem, *, ordered: bool = True) -> KernelConfig:
@@ -20,7 +26,7 @@ def config_of(problem: Problem, *, ordered: bool = True) -> KernelConfig:
 
 def tables_of(problem: Problem, cfg: KernelConfig, policy: str, workers: int) -> DeviceTables:
     planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n), policy)
-    return hopper.tables_of(planned, cfg, workers, torch.device("cuda"))
+    return hopper.tables_of(planned, cfg, workers, DEVICE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,17 +38,17 @@ class Case:
 
     @staticmethod
     def make(problem: Problem, seed: int = 0, gain: float = 1.0) -> Case:
-        generator = torch.Generator(device="cuda").manual_seed(seed)
+        generator = torch.Generator(device=DEVICE).manual_seed(seed)
         dtype = getattr(torch, problem.dtype)
 
         def draw(length: int, heads: int) -> torch.Tensor:
             shape = (problem.batch, length, heads, problem.dim)
-            return (torch.randn(shape, generator=generator, device="cuda") * gain).to(dtype)
+            return (torch.randn(shape, generator=generator, device=DEVICE) * gain).to(dtype)
 
         q, dout = draw(problem.len_q, problem.heads_q), draw(problem.len_q, problem.heads_q)
         k, v = draw(problem.len_k, problem.heads_kv), draw(problem.len_k, problem.heads_kv)
         out = torch.zeros_like(q)
-        lse = torch.full((problem.batch, problem.heads_q, problem.len_q), -torch.inf, device="cuda")
+        lse = torch.full((problem.batch, problem.heads_q, problem.len_q), -torch.inf, device=DEVICE)
         case = Case(problem, Inputs(dout, q, k, v, out, lse))
         for b, h, scores in case.planes():
             lse[b, h] = scores.logsumexp(-1).float()
@@ -53,7 +59,7 @@ class Case:
     def planes(self):
         """(batch, head, masked float64 scores)."""
         problem, (_, q, k, *_) = self.problem, self.inputs
-        allowed = torch.from_numpy(problem.mask.dense(problem.len_q, problem.len_k)).cuda()
+        allowed = torch.from_numpy(problem.mask.dense(problem.len_q, problem.len_k)).to(DEVICE)
         for b in range(problem.batch):
             for h in range(problem.heads_q):
                 scores = q[b, :, h].double() @ k[b, :, h // problem.group].double().T * problem.softmax_scale
@@ -75,12 +81,32 @@ class Case:
     def run(self, cfg: KernelConfig, tables: DeviceTables) -> Grads:
         """One backward with every byte that the kernel should not trust poisoned."""
         inputs = self.inputs
-        ws = Workspace.of(cfg, inputs.q)
-        for t in (ws.lse2, ws.delta, ws.dq_sum):
-            t.fill_(float("nan"))
-        ws.counters.fill_(7)
-        into = Grads(*(torch.full_like(t, float("nan")) for t in (inputs.q, inputs.k, inputs.v)))
+        ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in inputs[1:4]))
+        poison(ws, into)
         return backward(cfg, tables, inputs, scale=self.problem.softmax_scale, into=into, workspace=ws)
+
+    def differing(self, cfg: KernelConfig, tables: DeviceTables, runs: int) -> int:
+        """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""
+        first, inputs = self.run(cfg, tables), self.inputs
+        ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in inputs[1:4]))
+        count = torch.zeros((), dtype=torch.int64, device=inputs.q.device)
+        for _ in range(runs):
+            poison(ws, into)
+            backward(cfg, tables, inputs, scale=self.problem.softmax_scale, into=into, workspace=ws)
+            count += changed(into, first)
+        return int(count)
+
+
+def poison(ws: Workspace, into: Grads) -> None:
+    for t in (ws.lse2, ws.delta, ws.dq_sum, *into):
+        t.fill_(float("nan"))
+    ws.counters.fill_(7)
+
+
+def changed(a, b) -> torch.Tensor:
+    """How many tensors differ in some bit, on the device and not waited for. 16-bit types: NaNs compare too."""
+    pairs = zip(a, b, strict=True)
+    return sum((x.view(torch.int16) != y.view(torch.int16)).any().to(torch.int64) for x, y in pairs)
 
 
 def errors(got: Grads, want: Grads) -> list[float]:
