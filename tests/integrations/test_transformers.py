@@ -387,7 +387,9 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_example() -> None:
+    pytest.importorskip("accelerate")
     command = [sys.executable, str(ROOT / "examples/hf_finetune.py"), "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "identical: all 21 tensors, bit for bit, after 2 steps" in done.stdout
