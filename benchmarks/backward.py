@@ -78,7 +78,7 @@ def models() -> list[Cell]:
 def config(cell: Cell, ordered: bool = True, changes: dict | None = None) -> KernelConfig:
     mask = "causal" if cell.causal else "full"
     cfg = select(cell.problem.dim, "bf16", mask, ordered, cell.problem.len_k)
-    return replace(cfg, **changes).validate() if ordered and changes else cfg
+    return replace(cfg, **changes).validate() if changes else cfg
 
 
 def orders_of(cell: Cell, asked: list[str]) -> list[str]:
@@ -152,12 +152,13 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict:
     calls = {"fa4": peer(False), "fa4 det": peer(True)}
     want, worst, failed = calls["fa4 det"]()[:3], {}, {}
     orders = orders_of(cell, args.orders)
-    variants = [(order, True) for order in orders] + ([(orders[0], False)] if args.any else [])
-    for order, ordered in variants:
-        name = order if ordered else f"any ({order})"
+    variants = [(order, True, change) for order in orders for change in args.config]
+    variants += [(orders[0], False, args.config[0])] if args.any else []
+    for order, ordered, change in variants:
+        name = (order if ordered else f"any ({order})") + (f" {json.dumps(change)}" if change else "")
         try:
             program, placement = placed(cell, order, args.programs)
-            tables, cfg = DeviceTables.of(program, placement, (), device), config(cell, ordered, args.config)
+            tables, cfg = DeviceTables.of(program, placement, (), device), config(cell, ordered, change)
             ws, into = Workspace.of(cfg, q), Grads(*(torch.full_like(t, float("nan")) for t in (q, k, v)))
             scale = p.softmax_scale
             call = lambda c=cfg, t=tables, w=ws, g=into, s=scale: backward(c, t, inputs, scale=s, into=g, workspace=w)  # noqa: E731
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--orders", nargs="*", default=[], help="policies to time instead of the usual ones")
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON of kernel config fields to change")
+    parser.add_argument(
+        "--config", type=json.loads, nargs="+", default=[{}], help="JSON of kernel config fields to change, one or more"
+    )
     parser.add_argument("--peers", type=int, default=1, help="0: leave the peer out of the timing")
     parser.add_argument("--any", action="store_true", help="also unordered sums, the price of determinism")
     parser.add_argument("--models", action="store_true", help="model shapes instead of the grid")

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
-from dash_attn.kernels.sm90.config import KernelConfig, select
+from dash_attn.kernels.sm90.config import HEAD_DIMS, KernelConfig, select
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
-DIMS = (64, 128)
 
 
 class HopperBackend:
-    """bf16 and fp16, head dims 64 and 128. Bits depend on the order and the kernel, never on the GPU's size."""
+    """bf16 and fp16, head dims that are multiples of 8 up to 128. Bits depend on the order and the kernel, never on
+    the GPU's size."""
 
     name = "sm90"
     forward_provider = "aten._flash_attention_forward"
@@ -123,10 +123,11 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
     """The kernel for a problem, or an error that says which problems have one."""
     if problem.dtype not in DTYPES:
         raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
-    if problem.dim not in DIMS:
+    if problem.dim not in HEAD_DIMS:
+        pad = "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
         raise NotImplementedError(
-            f"q has head dim {problem.dim}: on GPUs dash_attn has kernels for {' and '.join(map(str, DIMS))}; "
-            "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
+            f"q has head dim {problem.dim}: on GPUs dash_attn takes multiples of 8 up to {max(HEAD_DIMS)}; "
+            + (pad if problem.dim < max(HEAD_DIMS) else "use torch's scaled_dot_product_attention there")
         )
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
     return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)

@@ -141,7 +141,14 @@ def test_other_gpus_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
         backend_for(torch.device("cuda"))
 
 
-@pytest.mark.parametrize(("dim", "dtype", "says"), [(80, "bfloat16", "head dim 80"), (64, "float32", "float32")])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "says"),
+    [
+        (84, "bfloat16", "head dim 84.*multiples of 8 up to 128; pad"),
+        (136, "bfloat16", "head dim 136.*scaled_dot_product"),
+        (64, "float32", "float32"),
+    ],
+)
 def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> None:
     with pytest.raises(NotImplementedError, match=says):
         HopperBackend().tile_shape(Problem(1, 1, 1, 8, 8, dim, dtype))

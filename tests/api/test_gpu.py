@@ -62,7 +62,7 @@ def in_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("how", CALLS.values(), ids=CALLS)
 def test_attention_agrees_with_the_cpu_and_repeats(how: dict[str, object], dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

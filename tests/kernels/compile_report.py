@@ -1,20 +1,54 @@
-"""Compiles configs given as field=value lists (one per argument) and prints facts about the machine code as JSON."""
+"""Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
+
+An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys and, for a debug build, ",debug".
+    python tests/kernels/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
+"""
 
 import io
 import json
 import os
 import re
+import shutil
 import struct
+import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import PackageNotFoundError, files
 
 os.environ["CUTE_DSL_ARCH"] = "sm_90a"
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
 
-from dash_attn.kernels.sm90.bundles import smem_struct
-from dash_attn.kernels.sm90.compile import COMPILERS
-from dash_attn.kernels.sm90.config import select
+from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug
+
+# Address, perhaps a predicate, opcode.
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+
+
+def config_of(name: str) -> tuple[str, KernelConfig]:
+    kind, dim, dtype, mask, ordered, keys, *debug = name.split(",")
+    cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
+    return kind, with_debug(cfg) if debug else cfg
+
+
+def disassembler() -> str | None:
+    """nvdisasm of the wheel nvidia-cuda-nvdisasm, or of a CUDA toolkit on the path."""
+    try:
+        found = [str(f.locate()) for f in files("nvidia-cuda-nvdisasm") or () if f.name == "nvdisasm"]
+    except PackageNotFoundError:
+        found = []
+    return found[0] if found else shutil.which("nvdisasm")
+
+
+def opcodes(elf: bytes) -> Counter[str]:
+    """How often each instruction occurs, as NAME.MODIFIERS."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(elf)
+        file.flush()
+        text = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    return Counter(INSTRUCTION.findall(text))
 
 
 def sections(elf: bytes) -> dict[str, bytes]:
@@ -43,30 +77,41 @@ def frame_sizes(elf: bytes) -> list[int]:
     return out
 
 
-def report(kind: str, cfg) -> dict:
-    t0, text = time.time(), io.StringIO()
+def report(kind: str, cfg: KernelConfig) -> dict:
+    from dash_attn.kernels.sm90.bundles import smem_struct
+    from dash_attn.kernels.sm90.compile import COMPILERS
+
+    start, text = time.time(), io.StringIO()
     with redirect_stdout(text), redirect_stderr(text):
-        fn = COMPILERS[kind](cfg, "--keep-ptx --keep-cubin remarks{ptx}")
-    ptx = fn.__ptx__ if isinstance(fn.__ptx__, str) else fn.__ptx__.decode()
-    remarks = text.getvalue()
+        fn = COMPILERS[kind](cfg, "--keep-cubin remarks{ptx}")
+    remarks, ops = text.getvalue(), opcodes(fn.__cubin__)
+
+    def count(*names: str) -> int:
+        """Instructions that have all these among NAME and MODIFIERS."""
+        return sum(n for op, n in ops.items() if set(names) <= set(op.split(".")))
+
     return dict(
         kind=kind,
         config=str(cfg),
-        seconds=round(time.time() - t0, 1),
+        seconds=round(time.time() - start, 1),
+        instructions=ops.total(),
         frames=frame_sizes(fn.__cubin__),
         spills=[int(x) for x in re.findall(r"(\d+) bytes spill", remarks)],
         warnings=[w for w in re.findall(r"C75\d\d", remarks) if w != "C7519"],
         remarked="ptxas" in remarks,
-        wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
-        setmaxnreg=ptx.count("setmaxnreg"),
-        bulk_reduce=ptx.count("cp.reduce.async.bulk"),
-        tma_loads=ptx.count("cp.async.bulk.tensor"),
-        release=len(re.findall(r"red\S*release\S*gpu", ptx)) + len(re.findall(r"atom\S*release\S*gpu", ptx)),
+        local=count("LDL") + count("STL"),
+        products=count("HGMMA"),
+        register_moves=count("USETMAXREG"),
+        bulk_adds=count("UBLKRED", "ADD", "F32"),
+        loads=count("UTMALDG"),
+        acquires=count("LDG", "STRONG", "GPU"),
+        fences=count("MEMBAR", "GPU"),
+        releases=count("REDG", "ADD", "STRONG", "GPU"),
+        traps=count("BPT", "TRAP"),
         smem=smem_struct(cfg).size_in_bytes(),
     )
 
 
 if __name__ == "__main__":
-    for arg in sys.argv[1:]:
-        kind, dim, dtype, mask, ordered = arg.split(",")
-        print(json.dumps(report(kind, select(int(dim), dtype, mask, ordered == "1"))), flush=True)
+    for name in sys.argv[1:]:
+        print(json.dumps(report(*config_of(name))), flush=True)

@@ -55,6 +55,7 @@ class Machine:
             for t, (tile, turn, last) in enumerate(tasks):
                 stage, free = task & 1, ((task >> 1) & 1) ^ 1
                 yield from self.wait("q_empty", stage, free)
+                last = last and self.cfg.last_finishes
                 self.publish(task + i, ("task", tile, turn, last, t == 0, t + 1 == len(tasks), i & 1))
                 self.q[stage] = (i, t)
                 self.arrive("q_full", stage)
@@ -119,7 +120,8 @@ class Machine:
         if begins:
             yield from self.wait("dk_empty", 0, odd ^ 1)
         self.ds[stage] = ("ds", task)
-        yield from self.meet(wg)
+        self.arrive("ds_full", stage, n=4)
+        yield from self.wait("ds_full", stage, phase)
         assert self.ds[stage] == ("ds", task) and self.kv[0] == i
         yield "step"
         assert self.ds[stage] == ("ds", task), "dS was overwritten while dQ read it"
@@ -149,10 +151,15 @@ class Machine:
     def writer(self, w):
         split, stride = self.cfg.split, 1 if self.cfg.split else self.cfg.writers
         halves, entry = ((w,), 0) if split else ((0, 1), w)
-        if split:
+        if not self.cfg.last_finishes:
+            for slot in range(self.cfg.dq_slots) if split else (w,):
+                self.free(halves, slot)
+        elif split:
             yield from self.offer(halves, entry)
         while True:
-            yield from self.offer(halves, entry + self.cfg.dq_slots - stride)
+            if self.cfg.last_finishes:
+                yield from self.offer(halves, entry + self.cfg.dq_slots - stride)
+            yield from self.wait("task_full", entry % RING, (entry // RING) & 1)
             what = self.read(entry)
             if what[0] == "end":
                 return
@@ -163,8 +170,11 @@ class Machine:
         yield from self.wait("task_full", entry % RING, (entry // RING) & 1)
         what = self.read(entry)
         if not (what[0] == "task" and what[3] and what[2] > 0):
-            for wg in halves:
-                self.arrive("dq_empty", (entry & 1) * 2 + wg)
+            self.free(halves, entry)
+
+    def free(self, halves, entry):
+        for wg in halves:
+            self.arrive("dq_empty", (entry & 1) * 2 + wg)
 
     def serve(self, halves, entry, what):
         phase = (entry >> 1) & 1
@@ -187,6 +197,9 @@ class Machine:
             yield "step"
             assert self.slots[half] == held, "the slot was overwritten before it was stored"
             self.slots[half] = None
+        if not self.cfg.last_finishes:
+            self.free(halves, entry)
+            yield "step"
         if key is not None:
             self.counters[key] = turn + 1
 

@@ -1,4 +1,4 @@
-"""Configs compiled for sm_90a without a GPU, and what came out."""
+"""Every shipped config compiled for sm_90a without a GPU, and its machine code."""
 
 import json
 import subprocess
@@ -8,42 +8,58 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn.kernels.sm90.config import SMEM_LIMIT, select
+from dash_attn.kernels.sm90.config import DTYPES, MANY_KEYS, MASKS, SMEM_LIMIT, shipped
 from dash_attn.kernels.sm90.smem_plan import plan
+from tests.kernels.compile_report import config_of, disassembler
 
-needs = [m for m in ("cutlass", "tvm_ffi") if find_spec(m) is None]
-pytestmark = pytest.mark.skipif(
-    bool(needs), reason=f"not installed: {', '.join(needs)} (of nvidia-cutlass-dsl, apache-tvm-ffi)"
-)
+needs = {"nvidia-cutlass-dsl": find_spec("cutlass"), "apache-tvm-ffi": find_spec("tvm_ffi")}
+needs["nvidia-cuda-nvdisasm"] = disassembler()
+missing = [package for package, found in needs.items() if not found]
+pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
-MAIN = ["main,128,bf16,causal,1", "main,64,bf16,interval,1", "main,128,fp16,full,0", "main,64,fp16,causal,0"]
-SIDE = ["prepare,128,bf16,full,1", "finish,64,bf16,full,1"]
+BODIES = 1  # copies of a task's products in the machine code
+
+# The masks of one dim, dtype and kind make a group: few enough to share a process, many enough for its start to pay.
+GROUPS = {
+    f"{dim}-{dtype}-{kind}": [f"main,{dim},{dtype},{mask},{how}" for mask in MASKS]
+    for dim in (64, 128)
+    for dtype in DTYPES
+    for kind, how in {"last": "1,0", "postpass": f"1,{MANY_KEYS}", "any": "0,0"}.items()
+}
+GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
+GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
+SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 
 
-@pytest.fixture(scope="module")
-def reports():
+def reports(names: list[str]) -> dict[str, dict]:
     script = Path(__file__).with_name("compile_report.py")
-    run = subprocess.run([sys.executable, str(script), *MAIN, *SIDE], capture_output=True, text=True, timeout=280)
+    run = subprocess.run([sys.executable, str(script), *names], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-    return dict(zip(MAIN + SIDE, map(json.loads, lines), strict=True))
+    return dict(zip(names, map(json.loads, lines), strict=True))
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_main_kernel(reports, name):
-    _, dim, dtype, mask, ordered = name.split(",")
-    cfg, r = select(int(dim), dtype, mask, ordered == "1"), reports[name]
-    assert set(r["frames"]) == {0}, "the kernel uses a stack"
-    assert not any(r["spills"])
-    assert r["remarked"], "no remarks from ptxas: nothing below would be checked"
-    assert r["warnings"] == [], "ptxas serialised the products or ignored setmaxnreg"
-    assert r["wgmma"] == cfg.wgmma_per_task
-    assert r["setmaxnreg"] == 2
-    assert r["bulk_reduce"] >= 1
-    assert (r["release"] > 0) == cfg.ordered
-    assert r["smem"] == plan(cfg).total <= SMEM_LIMIT
+def test_every_shipped_config_is_compiled():
+    assert {config_of(name)[1] for group in GROUPS.values() for name in group} >= set(shipped())
 
 
-@pytest.mark.parametrize("name", SIDE)
-def test_side_kernels(reports, name):
-    assert set(reports[name]["frames"]) == {0} and not any(reports[name]["spills"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_main_kernels(group):
+    for name, r in reports(GROUPS[group]).items():
+        _, cfg = config_of(name)
+        assert set(r["frames"]) == {0}, f"{name}: uses a stack"
+        assert not any(r["spills"]) and r["local"] == 0, f"{name}: spills"
+        assert r["remarked"], f"{name}: no remarks from ptxas, so none can be missed"
+        assert r["warnings"] == [], f"{name}: ptxas serialised the products or ignored setmaxnreg"
+        assert r["products"] == BODIES * cfg.wgmma_per_task, name
+        assert r["register_moves"] == 2, f"{name}: one role group gives registers, the other takes them"
+        assert r["bulk_adds"] == (1 if cfg.split else 2), f"{name}: one for each half that a writer serves"
+        assert (r["acquires"], r["releases"]) == (int(cfg.ordered), int(cfg.ordered)), name
+        assert (r["fences"] > 0) == cfg.ordered, f"{name}: release at gpu scope is a fence and a plain add"
+        assert r["traps"] == int(cfg.debug), name
+        assert r["smem"] == plan(cfg).total <= SMEM_LIMIT, name
+
+
+def test_side_kernels():
+    for name, r in reports(SIDE).items():
+        assert set(r["frames"]) == {0} and not any(r["spills"]) and r["local"] == 0, name

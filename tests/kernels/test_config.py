@@ -14,7 +14,7 @@ from dash_attn.kernels.sm90.barriers import (
     named_barrier_threads,
     ring_depth_needed,
 )
-from dash_attn.kernels.sm90.config import RING, SMEM_LIMIT, KernelConfig, select, shipped
+from dash_attn.kernels.sm90.config import HEAD_DIMS, RING, SMEM_LIMIT, KernelConfig, select, shipped, with_debug
 from dash_attn.kernels.sm90.smem_plan import plan
 
 CONFIGS = shipped()
@@ -34,6 +34,18 @@ def test_smem_buffers_are_disjoint_aligned_and_fit(cfg):
         assert a.end <= b.offset
     assert all(b.offset % b.align == 0 for b in buffers)
     assert plan(cfg).total <= SMEM_LIMIT
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_head_dims_run_the_tiles_of_the_next_tuned_one(dim):
+    cfg, tuned = select(dim, "bf16", "causal"), select(64 if dim <= 64 else 128, "bf16", "causal")
+    assert cfg.columns == dim and dataclasses.replace(cfg, head_dim=0) == tuned
+
+
+@pytest.mark.parametrize("dim", [0, 84, 136])
+def test_other_head_dims_are_refused(dim):
+    with pytest.raises(ValueError, match=f"head dim {dim} is not built; multiples of 8 up to 128"):
+        select(dim, "bf16", "full")
 
 
 def test_smem_totals():
@@ -64,6 +76,7 @@ def test_barrier_arrivals():
         "v_full": (1, 1),
         "v_empty": (1, 8),
         "task_full": (16, 1),
+        "ds_full": (2, 8),
         "dq_full": (4, 4),
         "dq_empty": (4, 1),
         "dk_full": (1, 8),
@@ -91,6 +104,9 @@ def test_registers_beyond_the_launch_allocation_are_refused():
     "change",
     [
         dict(dim=96),
+        dict(head_dim=84),
+        dict(head_dim=64),  # the second half of dQ would lie past the end
+        dict(head_dim=128),  # is called 0, so that equal kernels have equal configs
         dict(tile_m=80),
         dict(tile_n=64),
         dict(dtype="fp32"),
@@ -100,6 +116,8 @@ def test_registers_beyond_the_launch_allocation_are_refused():
         dict(consumer_regs=248),
         dict(stages=3),
         dict(dq_slots=1, split=True),
+        dict(debug=True),  # the last contributor's slot holds its sum, not its contribution
+        dict(debug=True, finish="postpass", ordered=False),
     ],
 )
 def test_infeasible_configs_say_why(change):
@@ -107,6 +125,11 @@ def test_infeasible_configs_say_why(change):
     assert cfg.problems()
     with pytest.raises(ValueError, match="cannot run on sm_90a"):
         cfg.validate()
+
+
+@pytest.mark.parametrize("cfg", [c for c in CONFIGS if c.ordered], ids=str)
+def test_every_ordered_config_has_a_debug_build(cfg):
+    assert with_debug(cfg).problems() == []
 
 
 def test_expected_products():

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.schedule import applicable
 from dash_attn.tiling import TileShape, tile
@@ -64,6 +65,29 @@ def test_every_policy_against_float64_and_itself(size, dim, mask):
 def test_masks(mask: Mask, dim, dtype):
     problem = Problem(1, 4, 2, 1000, 1000, dim, dtype, mask=mask)
     check(problem, ["auto", "fa3"])
+
+
+@pytest.mark.parametrize("finish", ["last", "postpass"])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, MASKS["window"]], ids=str)
+@pytest.mark.parametrize("dim", [8, 40, 72, 80, 96, 120])
+def test_other_head_dims(dim, mask, finish):
+    """Columns past the end are not read and not written: all tensors are views into wider ones full of NaN."""
+    problem = Problem(2, 4, 2, 700, 600, dim, mask=mask)
+    case, cfg = Case.make(problem), dataclasses.replace(config_of(problem), finish=finish)
+    tables = tables_of(problem, cfg, "auto", sms())
+    *tensors, lse = case.inputs
+    inputs = Inputs(*(inside_nan(t) for t in tensors), lse)
+    wide = [inside_nan(torch.zeros_like(t)) for t in (inputs.q, inputs.k, inputs.v)]
+    got = backward(cfg, tables, inputs, scale=problem.softmax_scale, into=Grads(*wide))
+    assert max(errors(got, case.exact())) < TOLERANCE[problem.dtype]
+    assert all(t._base[..., dim:].isnan().all() for t in got)
+    assert same(case.run(cfg, tables), got) and case.differing(cfg, tables, 20) == 0
+
+
+def inside_nan(t: torch.Tensor) -> torch.Tensor:
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 64), float("nan"))
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
 
 
 @pytest.mark.parametrize("dim", [64, 128])

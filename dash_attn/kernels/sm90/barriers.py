@@ -6,6 +6,7 @@ q_empty, ...    every consumer warp is done with the stage          producer
 k_full, v_full  K (with the chain's facts) and V landed             consumers
 k_empty, ...    every consumer warp is done with the chain's K, V   producer
 task_full       the producer wrote entry e of the task ring         writers
+ds_full         both warpgroups wrote their columns of dS            consumers
 dq_full         one warpgroup staged its half of a tile             the slot's writer
 dq_empty        the slot's half is free (and holds the partial sum, consumers
                 when the tile is to be finished)
@@ -27,7 +28,7 @@ class NamedBarrier(IntEnum):
     """Hardware barriers (bar.sync ids)."""
 
     CTA = 0  # reserved for sync_threads
-    DS = 1  # all consumers: dS is complete in shared memory
+    CONSUMERS = 1  # both consumer warpgroups
     GROUP = 2  # GROUP + warpgroup: one consumer warpgroup
 
 
@@ -51,6 +52,7 @@ def mbarrier_specs(cfg: KernelConfig) -> tuple[MBarrierSpec, ...]:
         MBarrierSpec("v_full", 1, 1),
         MBarrierSpec("v_empty", 1, warps),
         MBarrierSpec("task_full", RING, 1),
+        MBarrierSpec("ds_full", cfg.ds_stages, warps),
         MBarrierSpec("dq_full", halves, WARPGROUP // 32),
         MBarrierSpec("dq_empty", halves, 1),
         MBarrierSpec("dk_full", 1, warps),
@@ -71,7 +73,7 @@ def mbarrier_offsets(cfg: KernelConfig) -> dict[str, int]:
 
 
 def named_barrier_threads(cfg: KernelConfig) -> dict[int, int]:
-    ids = {int(NamedBarrier.CTA): cfg.threads, int(NamedBarrier.DS): cfg.consumer_threads}
+    ids = {int(NamedBarrier.CTA): cfg.threads, int(NamedBarrier.CONSUMERS): cfg.consumer_threads}
     for wg in range(CONSUMER_WARPGROUPS):
         ids[NamedBarrier.GROUP + wg] = WARPGROUP
     return ids

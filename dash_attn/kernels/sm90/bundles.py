@@ -23,6 +23,13 @@ class Tables(NamedTuple):
     contributors: Any  # [n_q]
 
 
+class Debug(NamedTuple):
+    """What the debug build writes."""
+
+    contributions: Any  # (planes, n_q, turns, 2, half_floats)
+    reports: Any  # Int64 address of host memory: (workers, writers, len(REPORT)) int32
+
+
 class Streams(NamedTuple):
     """TMA descriptors with their coordinate tensors, and the fp32 streams."""
 
@@ -36,9 +43,10 @@ class Streams(NamedTuple):
     lse: Any  # (planes, padded rows), times log2 e
     delta: Any
     dq_sum: Any  # (planes, n_q, 2, half_floats)
-    counters: Any  # (planes, n_q, 2): per half tile; one counter per tile uses the first
+    counters: Any  # (planes, n_q, 2, COUNTER_WORDS): per half tile; one counter per tile uses the first
     row_lo: Any  # (Sq,) first key of a query row
     row_hi: Any  # (Sq,) one past its last key
+    debug: Any = ()  # Debug, in a debug build
 
 
 class Facts(NamedTuple):

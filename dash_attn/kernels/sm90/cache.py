@@ -85,7 +85,7 @@ def build(kind: str, cfg: KernelConfig):
 
 def shared(cfg: KernelConfig) -> KernelConfig:
     """The part of a config that the side kernels depend on."""
-    return KernelConfig(dim=cfg.dim, tile_m=cfg.tile_m, tile_n=cfg.tile_n, dtype=cfg.dtype)
+    return KernelConfig(cfg.dim, cfg.tile_m, cfg.tile_n, cfg.dtype, head_dim=cfg.head_dim)
 
 
 @functools.lru_cache(None)

@@ -1,10 +1,10 @@
 """Compiling a KernelConfig with tensors of unknown sizes."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from .bundles import element
-from .config import KernelConfig
+from .config import COUNTER_WORDS, KernelConfig
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
 
@@ -14,7 +14,7 @@ def heads_tensor(cfg: KernelConfig, batch, rows, heads):
         return cute.sym_int64(divisibility=8)
 
     return cute.runtime.make_fake_tensor(
-        element(cfg), (batch, rows, heads, cfg.dim), (i64(), i64(), i64(), 1), assumed_align=16
+        element(cfg), (batch, rows, heads, cfg.columns), (i64(), i64(), i64(), 1), assumed_align=16
     )
 
 
@@ -43,10 +43,14 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
-        rows_of(Int32, (planes, n_q, 2), 4),
+        rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4),
         rows_of(Int32, (intervals,), 4),
         rows_of(Int32, (intervals,), 4),
     )
+    facts = (Float32(1.0), Float32(1.0))
+    if cfg.debug:
+        stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), 2, cfg.half_floats)))
+        facts = (*facts, Int64(0))
     tables = (
         rows_of(Int32, (chains, 5), 4),
         rows_of(Int32, (runs, 8), 4),
@@ -59,7 +63,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         (q, do, k, v, dq, dk, dv),
         stats,
         tables,
-        (Float32(1.0), Float32(1.0)),
+        facts,
         stream(),
         options=f"{OPTIONS} {options}",
     )
@@ -72,7 +76,7 @@ def compile_prepare(cfg: KernelConfig, options: str = ""):
     lse = rows_of(Float32, (batch, hq, sq), 4)
     inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
     stats = [rows_of(Float32, (planes, padded)) for _ in range(2)]
-    outputs = (*stats, rows_of(Int32, (planes, n_q, 2), 4))
+    outputs = (*stats, rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4))
     return cute.compile(Prepare(cfg), inputs, outputs, stream(), options=f"{OPTIONS} {options}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SMEM_LIMIT = 232_448  # bytes one CTA may ask for on sm_90
 REGISTER_FILE = 65_536  # 32-bit registers of one SM
@@ -11,16 +11,20 @@ CONSUMER_WARPGROUPS = 2  # both split the kv rows of a tile, so P^T and dS^T sta
 RING = 16  # task entries in flight between the roles (see barriers.ring_depth_needed)
 
 DTYPES = ("bf16", "fp16")
+HEAD_DIMS = range(8, 129, 8)  # rows of whole 16-byte pieces
 MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
-MANY_KEYS = 4096  # from here on a pass of its own finishes dQ (measured: gains at 4k and 16k)
+PATIENCE_NS = 2_000_000_000  # how long a writer of the debug build waits for its turn
+REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "seen")  # int32 words it leaves then
+COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
+MANY_KEYS = {64: 2048, 128: 4096}  # from here on a pass of its own finishes dQ (measured, by head dim)
 
 
 @dataclass(frozen=True)
 class KernelConfig:
     """One compiled kernel. Equal configs share machine code, and bits depend on nothing else but the Program."""
 
-    dim: int  # head dim in shared memory: 64 or 128
+    dim: int  # columns of a tile in shared memory: 64 or 128
     tile_m: int  # queries of a tile
     tile_n: int = 128  # keys of a tile
     dtype: str = "bf16"
@@ -31,8 +35,15 @@ class KernelConfig:
     ds_stages: int = 2  # buffers of dS; two need only one consumer barrier per task
     dq_slots: int = 2  # staged dQ tiles; each writer warp serves one
     split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
+    head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
+    debug: bool = False  # waits that end, every contribution kept (see debug.py)
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps
+
+    @property
+    def columns(self) -> int:
+        """The tensors' head dim."""
+        return self.head_dim or self.dim
 
     @property
     def threads(self) -> int:
@@ -93,6 +104,11 @@ class KernelConfig:
             out.append(f"finish {self.finish!r} is not one of {FINISHES}")
         if (self.dim, self.tile_m) not in ((128, 64), (64, 128)):
             out.append(f"head dim {self.dim} with {self.tile_m}-row q tiles: a warpgroup must own a 64x64 part of dQ")
+        if self.head_dim and (self.head_dim % 8 or not self.dim - 64 < self.head_dim < self.dim):
+            # dQ leaves in pieces of 64 columns, none of which may lie past the end.
+            out.append(f"head_dim {self.head_dim}: 0, or a multiple of 8 between {self.dim - 64} and {self.dim}")
+        if self.debug and (not self.ordered or self.finish != "postpass"):
+            out.append("debug keeps every contribution, in turn: it needs ordered=True and finish='postpass'")
         if self.tile_n != 64 * CONSUMER_WARPGROUPS:
             out.append(f"tile_n {self.tile_n}: each consumer warpgroup owns 64 kv rows")
         if self.stages != 2 or self.ds_stages != 2:
@@ -124,23 +140,31 @@ class KernelConfig:
 
 def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0) -> KernelConfig:
     """The shipped config for a head dim, dtype, kind of mask and number of keys. Bits depend on the first three."""
-    if dim not in (64, 128):
-        raise ValueError(f"head dim {dim} is not built; 64 and 128 are")
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head dim {dim} is not built; multiples of 8 up to {max(HEAD_DIMS)} are")
+    padded = 64 if dim <= 64 else 128
     # The last contributor stages its sum only once its turn has come, and its tensor cores idle until then. Where many
     # contribute to a tile that costs more than a pass over the sums, where few do it saves the pass.
-    finish = "last" if ordered and len_k < MANY_KEYS else "postpass"
+    finish = "last" if ordered and len_k < MANY_KEYS[padded] else "postpass"
     return KernelConfig(
-        dim=dim,
-        tile_m=64 if dim == 128 else 128,
+        dim=padded,
+        head_dim=0 if dim == padded else dim,
+        tile_m=64 if padded == 128 else 128,
         dtype=dtype,
         mask=mask,
         ordered=ordered,
         finish=finish,
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
-        split=ordered and dim == 64,
+        split=padded == 64,
     ).validate()
 
 
+def with_debug(cfg: KernelConfig) -> KernelConfig:
+    """The debug build of an ordered config; its bits are the same."""
+    return replace(cfg, debug=True, finish="postpass").validate()
+
+
 def shipped() -> list[KernelConfig]:
-    kinds = ((True, 0), (True, MANY_KEYS), (False, 0))
+    """The tuned configs. Other head dims run the same tiles, padded."""
+    kinds = ((True, 0), (True, max(MANY_KEYS.values())), (False, 0))
     return [select(d, t, m, *kind) for d in (64, 128) for t in DTYPES for m in MASKS for kind in kinds]

@@ -90,7 +90,8 @@ class Consumer:
         # (5) dQ needs the dS rows of both warpgroups. With two buffers one barrier is enough: whoever passes it
         # has waited for its dQ of the task before, so the other buffer is free.
         cute.arch.fence_view_async_shared()
-        self.sync_consumers()
+        self.leave("ds_full", stage)
+        cta.bars.wait("ds_full", stage, phase)
         dq = gemms.query_acc()
         gemms.issue_dq(dq, stage)
         warpgroup.wait_group(1)
@@ -107,7 +108,7 @@ class Consumer:
         return flags
 
     def sync_consumers(self):
-        cute.arch.barrier(barrier_id=int(NamedBarrier.DS), number_of_threads=self.cta.cfg.consumer_threads)
+        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.cta.cfg.consumer_threads)
 
     @cute.jit
     def leave(self, name: cutlass.Constexpr, index):

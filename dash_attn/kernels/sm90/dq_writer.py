@@ -17,6 +17,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta, pieces_per_half
+from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .tasks import END, FIRST, GRAD, LAST, await_entry, my_chains, ring_slot
 
@@ -31,11 +32,15 @@ class DqWriter:
         stride = 1 if cfg.split else cfg.writers
         entry = Int32(0) if cfg.split else Int32(writer)
         flags = Int32(0)
-        if const_expr(cfg.split):
+        if const_expr(not cfg.last_finishes):
+            for slot in range(cfg.dq_slots) if cfg.split else (writer,):
+                self.free(writer, slot)
+        elif const_expr(cfg.split):
             self.offer(writer, entry)
         while (flags & END) == 0:
-            # The entry whose slot has just been left: this one, or with split turns the next.
-            self.offer(writer, entry + (cfg.dq_slots - stride))
+            if const_expr(cfg.last_finishes):
+                # The entry whose slot has just been left: this one, or with split turns the next.
+                self.offer(writer, entry + (cfg.dq_slots - stride))
             flags = self.flags(entry)
             if (flags & END) == 0:
                 if (flags & GRAD) != 0:
@@ -63,14 +68,16 @@ class DqWriter:
     def offer(self, writer, entry):
         """Gives the entry's slot to the consumers, unless a partial sum must come into it first."""
         if not self.fetches(self.flags(entry)):
-            if cute.arch.lane_idx() == 0:
-                for wg in self.halves(writer):
-                    self.cta.bars.arrive("dq_empty", self.half_slot(entry, wg))
+            self.free(writer, entry)
+
+    @cute.jit
+    def free(self, writer, entry):
+        if cute.arch.lane_idx() == 0:
+            for wg in self.halves(writer):
+                self.cta.bars.arrive("dq_empty", self.half_slot(entry, wg))
 
     def fetches(self, flags):
         """The last contributor, unless it is also the first, adds to what the others have summed."""
-        if not self.cta.cfg.last_finishes:
-            return cutlass.Boolean(False)
         return (flags & (FIRST | LAST)) == LAST
 
     @cute.jit
@@ -79,13 +86,16 @@ class DqWriter:
         lane = cute.arch.lane_idx()
         at = ring_slot(entry)
         q_tile, plane, turn = cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at]
-        counter = cta.streams.counters[plane, q_tile, None].iterator + (writer if cfg.split else 0)
+        counter = cta.streams.counters[plane, q_tile, writer if cfg.split else 0, None].iterator
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
                 if lane == 0:
-                    seen = Int32(-1)
-                    while seen != turn:
-                        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                    if const_expr(cfg.debug):
+                        await_turn(cta, counter, entry, writer)
+                    else:
+                        seen = Int32(-1)
+                        while seen != turn:
+                            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                     cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
         if const_expr(cfg.last_finishes):
@@ -125,6 +135,8 @@ class DqWriter:
             cta.bars.wait("dq_full", half, self.phase(entry))
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
+                if const_expr(cta.cfg.debug):
+                    keep(cta, entry, wg, src)
                 if (flags & FIRST) != 0:
                     bulk_store(self.sum_of(where, wg), src, nbytes)
                 else:
@@ -132,6 +144,8 @@ class DqWriter:
                 cute.arch.cp_async_bulk_commit_group()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=not cta.cfg.ordered)
+        if const_expr(not cta.cfg.last_finishes):
+            self.free(writer, entry)  # before the turn is passed on, which takes a fence
 
     @cute.jit
     def store_dq(self, writer, entry, where):
@@ -164,6 +178,8 @@ class DqWriter:
             store_rows(cta, cta.streams.dv, (cta.views.grad, half * pieces_per_half(cfg, 64 * cfg.dim)), place, wg)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(not cfg.last_finishes):
+            self.free(writer, entry)
         cute.arch.sync_warp()
 
 

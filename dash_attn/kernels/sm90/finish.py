@@ -3,7 +3,7 @@
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from .bundles import element
 from .config import KernelConfig
@@ -31,21 +31,38 @@ class Finish:
         thread = cute.arch.thread_idx()[0]
         plane = batch * dq.shape[2] + head
         row = tile * cfg.tile_m + (thread // 32) * 16 + (thread % 32) // 4
-        col = (thread % 4) * 2
+        first_col = (thread % 4) * 8  # of the eight columns this thread stores, once the lanes have exchanged theirs
         if cutlass.const_expr(cfg.dq_split_rows):
             row = row + half * 64
         else:
-            col = col + half * 64
+            first_col = first_col + half * 64
         src = dq_sum[plane, tile, half, None].iterator + cute.assume(thread * 4, divby=4)
         pieces = cute.make_tensor(src.align(16), cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)))
         sums = cute.make_rmem_tensor(pieces.shape, Float32)
         cute.autovec_copy(pieces, sums)
+        half16 = cute.make_rmem_tensor_like(sums, element(cfg))
+        half16.store((sums.load() * scale).to(element(cfg)))
+        words = cute.recast_tensor(half16, Int32)
         for h in cutlass.range_constexpr(2):
-            if row + 8 * h < dq.shape[1]:
-                line = dq[batch, row + 8 * h, head, None]
-                for j in cutlass.range_constexpr(cute.size(sums.shape[1])):
-                    pair = cute.make_rmem_tensor(2, element(cfg))
-                    for c in cutlass.range_constexpr(2):
-                        pair[c] = (sums[2 * h + c, j] * scale).to(element(cfg))
-                    at = (line.iterator + cute.assume(col + 8 * j, divby=2)).align(4)
-                    cute.autovec_copy(pair, cute.make_tensor(at, cute.make_layout(2)))
+            for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
+                eight = quad_transpose([words[h, j + k] for k in range(4)], thread % 4)
+                col = first_col + 8 * j
+                if row + 8 * h < dq.shape[1] and col < cfg.columns:
+                    line = dq[batch, row + 8 * h, head, None]
+                    at = (line.iterator + cute.assume(col, divby=8)).align(16)
+                    cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(4)))
+
+
+@cute.jit
+def quad_transpose(words, lane):
+    """Four words of each of four lanes, transposed: lane i gets word i of all four, eight columns of a row."""
+    w = cute.make_rmem_tensor(4, Int32)
+    for k in cutlass.range_constexpr(4):
+        w[k] = words[k]
+    for bit in (1, 2):
+        for k in (0, 3 - bit):
+            low = (lane & bit) == 0
+            got = cute.arch.shuffle_sync_bfly(w[k + bit] if low else w[k], bit)
+            w[k + bit] = got if low else w[k + bit]
+            w[k] = w[k] if low else got
+    return w

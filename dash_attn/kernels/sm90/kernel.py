@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-from .bundles import Barriers, Cta, Facts, Layouts, Streams, Tables, Views, smem_struct
+from .bundles import Barriers, Cta, Debug, Facts, Layouts, Streams, Tables, Views, smem_struct
 from .config import KernelConfig
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
@@ -24,7 +24,10 @@ class BackwardSm90:
 
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
-        """tensors: q, do, k, v, dq, dk, dv as (B, S, H, D); stats: lse, delta, dq_sum, counters, row_lo, row_hi."""
+        """tensors: q, do, k, v, dq, dk, dv as (B, S, H, D); stats: lse, delta, dq_sum, counters, row_lo, row_hi.
+
+        A debug build takes contributions after those and an address after the facts.
+        """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [rows_first(t) for t in tensors]
         lay = Layouts.of(cfg)
@@ -48,6 +51,7 @@ class BackwardSm90:
             counters=stats[3],
             row_lo=stats[4],
             row_hi=stats[5],
+            debug=Debug(stats[6], facts[2]) if cfg.debug else (),
         )
         group = q.shape[2] // k.shape[2]
         facts = Facts(facts[0], facts[1], q.shape[0], k.shape[0], group, q.shape[2])

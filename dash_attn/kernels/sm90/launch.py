@@ -11,7 +11,7 @@ import torch
 
 from dash_attn.program import Program, Sequences
 
-from .config import KernelConfig
+from .config import COUNTER_WORDS, REPORT, KernelConfig
 
 LOG2_E = 1.4426950408889634
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,13 +81,36 @@ class Workspace:
             lse2=torch.empty(planes, n_q * cfg.tile_m, **f32),
             delta=torch.empty(planes, n_q * cfg.tile_m, **f32),
             dq_sum=torch.empty(planes, n_q, 2, cfg.half_floats, **f32),
-            counters=torch.empty(planes, n_q, 2, device=q.device, dtype=torch.int32),
+            counters=torch.empty(planes, n_q, 2, COUNTER_WORDS, device=q.device, dtype=torch.int32),
         )
 
     @staticmethod
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
         n_q = -(-seqlen // cfg.tile_m)
-        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2)
+        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2 * COUNTER_WORDS)
+
+
+@dataclass(frozen=True, eq=False)
+class DebugBuffers:
+    contributions: torch.Tensor  # [planes, n_q, turns, 2, half_floats] fp32, parts in fragment order
+    reports: torch.Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes as is
+
+    @staticmethod
+    def of(cfg: KernelConfig, tables: DeviceTables, ws: Workspace) -> DebugBuffers:
+        planes, n_q, *part = ws.dq_sum.shape
+        turns = max(1, int(tables.contributors.max()))
+        reports = torch.zeros(tables.workers, cfg.writers, len(REPORT), dtype=torch.int32, pin_memory=True)
+        return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
+
+    def stuck(self) -> list[dict[str, int]]:
+        rows = self.reports.flatten(0, 1).tolist()
+        return [dict(zip(REPORT, row, strict=True)) for row in rows if row[0]]
+
+
+class Debugged(NamedTuple):
+    grads: Grads
+    contributions: torch.Tensor  # as in DebugBuffers; NaN past the contributors of a tile
+    dq_sum: torch.Tensor  # [planes, n_q, 2, half_floats]: what the kernel made of them
 
 
 @functools.lru_cache(None)
@@ -96,10 +119,12 @@ def resident_workers(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor) -> None:
+def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor, debug: bool = False) -> None:
+    if cfg.debug != debug:
+        raise ValueError("a debug config runs through debug_backward, and only that")
     want = TORCH_DTYPES[cfg.dtype]
-    if q.dtype != want or q.shape[-1] != cfg.dim:
-        raise ValueError(f"kernel built for {want}, head dim {cfg.dim}; got {q.dtype}, {q.shape[-1]}")
+    if q.dtype != want or q.shape[-1] != cfg.columns:
+        raise ValueError(f"kernel built for {want}, head dim {cfg.columns}; got {q.dtype}, {q.shape[-1]}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} q heads are not a multiple of {k.shape[2]} kv heads")
     available = resident_workers(q.device)
@@ -133,7 +158,42 @@ def backward(
     return grads
 
 
-def launch(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, grads: Grads, ws: Workspace, scale: float) -> None:
+def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, scale: float) -> Debugged:
+    """One backward of a debug config (see config.with_debug), waited for.
+
+    A turn that does not come within seconds is a RuntimeError naming who waits for what. The process has lost its CUDA
+    context then: nothing but ending it helps.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check(cfg, tables, q, k, debug=True)
+    ws, grads = Workspace.of(cfg, q), Grads(*(torch.zeros_like(t) for t in (q, k, v)))
+    ws.dq_sum.zero_()
+    buffers = DebugBuffers.of(cfg, tables, ws)
+    try:
+        launch(cfg, tables, inputs, grads, ws, scale, buffers)
+        torch.cuda.synchronize(q.device)
+    except RuntimeError as error:
+        stuck = buffers.stuck()
+        if not stuck:
+            raise
+        lines = [
+            "worker {worker}, writer {writer}, entry {entry}: q tile {q_tile} of plane {plane} at turn {seen}, "
+            "waits for {wanted}".format(**row)
+            for row in stuck
+        ]
+        raise RuntimeError("turns that did not come:\n  " + "\n  ".join(lines)) from error
+    return Debugged(grads, buffers.contributions, ws.dq_sum)
+
+
+def launch(
+    cfg: KernelConfig,
+    tables: DeviceTables,
+    inputs: Inputs,
+    grads: Grads,
+    ws: Workspace,
+    scale: float,
+    debug: DebugBuffers | None = None,
+) -> None:
     from .cache import kernels
 
     prepare, main, finish = kernels(cfg)
@@ -143,9 +203,9 @@ def launch(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, grads: Grads
     prepare((dout, out, lse), (ws.lse2, ws.delta, ws.counters))
     main(
         (q, dout, k, v, *grads),
-        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi),
+        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi, *(() if debug is None else (debug.contributions,))),
         (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors),
-        (scale, scale * LOG2_E),
+        (scale, scale * LOG2_E, *(() if debug is None else (debug.reports.data_ptr(),))),
     )
     if finish is not None:
         finish(ws.dq_sum, grads.dq, scale)

@@ -34,17 +34,21 @@ class Prepare:
         thread = cute.arch.thread_idx()[0]
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
         if thread < 2:
-            counters[plane, tile, thread] = Int32(0)
-        lanes = cfg.dim // 8  # 16 bytes each
+            counters[plane, tile, thread, 0] = Int32(0)
+        lanes, pieces = cfg.dim // 8, cfg.columns // 8  # 16 bytes each; a power of two lanes for the sum below
         piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
         passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
         # Every load is issued before the first use; rows past the end read the last row and are dropped below.
         rows = [first_row + i * step for i in range(passes)]
         clipped = [cutlass.min(row, seqlen - 1) for row in rows]
-        pairs = [[self.load(t[batch, row, head, None], piece) for t in (dout, out)] for row in clipped]
+        at = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
+        pairs = [[self.load(t[batch, row, head, None], at) for t in (dout, out)] for row in clipped]
         for i in cutlass.range_constexpr(passes):
             row = rows[i]
-            total = cute.arch.warp_reduction_sum(dot(*pairs[i]), threads_in_group=lanes)
+            part = dot(*pairs[i])
+            if cutlass.const_expr(pieces < lanes):
+                part = part if piece < pieces else Float32(0.0)
+            total = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
             if piece == 0:
                 value = lse[batch, head, clipped[i]] * LOG2_E
                 # A row that sees no key has LSE = -inf; its P is masked to 0 and must not become inf first.
