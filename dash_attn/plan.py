@@ -9,7 +9,7 @@ from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences, build
 from dash_attn.schedule import schedule
 from dash_attn.tiling import TileShape, tile
-from dash_attn.verify import verify
+from dash_attn.verify import Verified, verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,8 +17,15 @@ class Plan:
     """A verified program, ready to be placed on workers and run."""
 
     problem: Problem
-    program: Program
-    co_resident: int
+    verified: Verified
+
+    @property
+    def program(self) -> Program:
+        return self.verified.program
+
+    @property
+    def co_resident(self) -> int:
+        return self.verified.co_resident
 
     @property
     def fingerprint(self) -> str:
@@ -28,13 +35,12 @@ class Plan:
 @lru_cache(maxsize=256)
 def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
     """Order a problem by a policy ('name', 'name:width' or 'auto') and verify the result."""
-    program = build(schedule(tile(problem, shape), policy))
-    return Plan(problem, program, verify(program).co_resident)
+    return Plan(problem, verify(build(schedule(tile(problem, shape), policy))))
 
 
 @lru_cache(maxsize=256)
 def placement(planned: Plan, workers: int) -> Sequences:
     """A placement on `workers` co-resident workers, verified; VerifyError says how many are needed if too few."""
-    placed = verify(planned.program, workers).placement
+    placed = planned.verified.on(workers).placement
     assert placed is not None
     return placed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.schedule import POLICIES, parse
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+OLDEST_TORCH = (2, 9)
 
 Window = tuple[int | None, int | None]
 Boundaries = Tensor | Sequence[int]
@@ -76,8 +79,7 @@ def check_tensors(
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number or None, got {scale}")
+    _check_scale(scale)
     _check_packing(boundaries, q)
 
 
@@ -88,6 +90,16 @@ def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
         got, expected = getattr(x, what), getattr(model, what)
         if got != expected:
             raise ValueError(f"{name} must have the {what} of {model_name}, {_plain(expected)}; got {_plain(got)}")
+
+
+def check_room(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
+    """`x` is to be written: like `model`, and every element in a place of its own."""
+    check_like(name, x, model_name, model)
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name} must have a place for every element, to be written to; got strides {x.stride()}, as expand() "
+            "makes them: give torch.empty_like(...), or leave it out"
+        )
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
@@ -108,6 +120,12 @@ def check_policy(policy: str) -> None:
         raise ValueError(f"policy must be auto, {', '.join(POLICIES)}, or 'name:width'; got {policy!r}")
 
 
+def check_flag(name: str, flag: bool | None) -> None:
+    """Something like "no" would count as yes."""
+    if flag is not None and not isinstance(flag, bool):
+        raise ValueError(f"{name} must be True, False or None, got {flag!r}")
+
+
 def check_margin(sm_margin: int) -> None:
     if not isinstance(sm_margin, int) or sm_margin < 0:
         raise ValueError(f"sm_margin must be a whole number from 0, got {sm_margin!r}")
@@ -123,10 +141,15 @@ def wants_determinism(deterministic: bool | None) -> bool:
 def mask_of(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
+    check_flag("causal", causal)
     total = (CAUSAL if causal else FULL) & (mask or FULL)
     if sides is None:
         return total
-    if len(sides) != 2 or any(side is not None and (not isinstance(side, int) or side < -1) for side in sides):
+    if (
+        not isinstance(sides, tuple | list)
+        or len(sides) != 2
+        or any(side is not None and (not isinstance(side, int) or side < -1) for side in sides)
+    ):
         raise ValueError(
             f"window must be (left, right), each a whole number from 0, or -1 or None for no limit; got {sides}"
         )
@@ -143,10 +166,17 @@ def documents_of(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tens
         if k.shape[-3] != q.shape[-3]:
             raise ValueError(f"{k_name} is needed: there are {q.shape[-3]} queries and {k.shape[-3]} keys")
         return documents(first)
+    if cu_k is cu_q and k.shape[-3] == q.shape[-3]:
+        return documents(first)  # of a GPU's tensor every reading is a wait
     second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
     return documents(first, second)
+
+
+def _check_scale(scale: Any) -> None:
+    if scale is not None and (isinstance(scale, str) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
 
 
 def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> None:
@@ -158,13 +188,26 @@ def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> No
         )
     if cu_q is None and cu_k is not None:
         raise ValueError(f"{k_name} was given without {q_name}")
+    for name, cu in boundaries.items():
+        if isinstance(cu, Tensor):
+            if cu.ndim != 1 or cu.dtype != torch.int32:
+                raise ValueError(f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}")
+            if cu.device not in (q.device, torch.device("cpu")):
+                raise ValueError(f"{name} must be on the device of q, {q.device}, or on the CPU; got {cu.device}")
 
 
 def _checked(name: str, values: Boundaries, tokens: int) -> list[int]:
-    cu = values if isinstance(values, Tensor) else torch.as_tensor(values)
-    if cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be one row of integers (int32), got shape {tuple(cu.shape)}, {cu.dtype}")
-    found: list[int] = cu.tolist()
+    if isinstance(values, Tensor):
+        if values.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                f"{name} is on a GPU, and its values cannot be read while a CUDA graph is captured: give a list or a "
+                "tensor on the CPU"
+            )
+        found: list[int] = values.tolist()
+    else:
+        found = list(values) if isinstance(values, Iterable) else []
+        if not found or not all(isinstance(x, SupportsIndex) for x in found):
+            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {values!r}")
     if len(found) < 2 or found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
         shown = str(found) if len(found) < 9 else f"[{', '.join(map(str, found[:7]))}, ... {found[-1]}]"
         raise ValueError(f"{name} must begin with 0, never decrease and end with the {tokens} tokens; got {shown}")
@@ -174,7 +217,20 @@ def _checked(name: str, values: Boundaries, tokens: int) -> list[int]:
 def _check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else x.layout
+        raise ValueError(f"{name} must be a dense tensor, with sequences of different lengths packed; got {kind}")
+
+
+def check_torch(version: str) -> None:
+    """Operators and their fakes are declared in ways that older versions do not know."""
+    if tuple(int(x) for x in version.split(".")[:2]) < OLDEST_TORCH:
+        least = ".".join(map(str, OLDEST_TORCH))
+        raise NotImplementedError(f"torch {version} is too old: dash_attn needs {least} or later; pip install -U torch")
 
 
 def _plain(value: object) -> object:
     return tuple(value) if isinstance(value, torch.Size) else value
+
+
+check_torch(torch.__version__)

@@ -13,6 +13,7 @@ from dash_attn.api.arguments import (
     DTYPES,
     Boundaries,
     Window,
+    check_flag,
     check_margin,
     check_policy,
     check_tensors,
@@ -139,8 +140,9 @@ def attention(
 
     causal         a query sees keys up to its own position; positions are aligned at the end of each sequence
     window         (left, right): keys so far before and after that position; -1 or None is no limit
-    cu_seqlens     0 and the end of each packed sequence; `cu_seqlens_k` if keys are packed differently. Tensors or
-                   lists; under torch.compile a list is part of the compiled code, a tensor's values may change
+    cu_seqlens     0 and the end of each packed sequence; `cu_seqlens_k` if keys are packed differently. Lists or
+                   tensors, best on the CPU: the order follows from their values, and to read them from a GPU is to
+                   wait for it. Under torch.compile a list is part of the compiled code, a tensor's values may change
     mask           any dash_attn Mask beside, for instance dash_attn.tiles(cells, 256, 256); masks intersect
     scale          dim ** -0.5 if not given
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'
@@ -181,13 +183,15 @@ def attend(
     q, k, v = (_autocast(x) for x in (q, k, v))
     check_policy(policy)
     check_margin(sm_margin)
+    check_flag("deterministic", deterministic)
     cu: list[Tensor | None] = [None, None]
     if torch.compiler.is_compiling():
         # Values are not known while code is compiled: the operators read and check them at run time.
         check_tensors(q, k, v, boundaries, scale)
         posed = Posed.of(mask_of(causal, window, mask), scale)
         first, second = boundaries.values()
-        cu = [None if x is None else torch.as_tensor(x) for x in (first, None if second is first else second)]
+        second = None if second is first else second
+        cu = [x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32) for x in (first, second)]
         q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)  # one tensor given twice is not traced, two views are
     else:
         problem = problem_of(q, k, v, causal=causal, window=window, boundaries=boundaries, mask=mask, scale=scale)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -27,10 +30,13 @@ class Backend(Protocol):
     """Tensors are (batch, seqlen, heads, dim) and checked; what `backward` gives is written to `into` if given."""
 
     name: str
-    forward_provider: str
     always_deterministic: bool
 
     def tile_shape(self, problem: Problem) -> TileShape: ...
+
+    def forward_provider(self, problem: Problem) -> str: ...
+
+    def software(self) -> str: ...
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
@@ -45,11 +51,17 @@ class CpuBackend:
     """Order is always kept: it costs nothing that a CPU would notice."""
 
     name = "cpu"
-    forward_provider = cpu.PROVIDER
     always_deterministic = True
 
     def tile_shape(self, problem: Problem) -> TileShape:
         return cpu.tile_shape(problem)
+
+    def forward_provider(self, problem: Problem) -> str:
+        return f"{cpu.PROVIDER} (torch {torch.__version__})"
+
+    def software(self) -> str:
+        kind = torch.backends.cpu.get_cpu_capability()
+        return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return cpu.forward(problem, q, k, v)
@@ -77,3 +89,12 @@ def backend_for(device: torch.device) -> Backend:
         f"q is on {device}: dash_attn computes on cpu and cuda (Hopper) tensors. Move q, k and v with .cpu(), or use "
         "torch's scaled_dot_product_attention there"
     )
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Hash of what computes on the CPU, as the GPU kernel's cache has one of what it compiles."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(cpu.__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

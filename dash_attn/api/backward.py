@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import (
     Boundaries,
     Window,
+    check_flag,
     check_like,
     check_lse,
     check_margin,
     check_policy,
+    check_room,
     problem_of,
     wants_determinism,
 )
 from dash_attn.api.backends import Options, backend_for
+from dash_attn.api.calls import Call, recall
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Mask
@@ -45,32 +49,50 @@ def backward(
 
     `lse` is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens): what FlashAttention's and
     torch's flash forward give. dq, dk and dv are written in place if given. `sm_margin` processors of a GPU are
-    left to others; it never changes the bits.
+    left to others; it never changes the bits. cu_seqlens on a GPU are waited for, lists and tensors on the CPU are not.
     """
-    problem = problem_of(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        boundaries={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-        mask=mask,
-        scale=scale,
+
+    def checked() -> Call:
+        problem = problem_of(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            boundaries={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+            mask=mask,
+            scale=scale,
+        )
+        check_policy(policy)
+        check_like("out", out, "q", q)
+        check_like("dout", dout, "q", q)
+        check_lse(lse, q)
+        check_margin(sm_margin)
+        check_flag("deterministic", deterministic)
+        for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):
+            if given is not None:
+                check_room(name, given, model_name, model)
+        backend = backend_for(q.device)
+        return Call(backend, plan(problem, backend.tile_shape(problem), policy))
+
+    given = [x for x in (dq, dk, dv) if x is not None]
+    which = (dq is None, dk is None, dv is None)
+    sides = window if isinstance(window, tuple) else ()
+    backend, planned = recall(
+        (dout, q, k, v, out, lse, *given),
+        (cu_seqlens_q, cu_seqlens_k),
+        (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, which),
+        checked,
     )
-    check_policy(policy)
-    check_like("out", out, "q", q)
-    check_like("dout", dout, "q", q)
-    check_lse(lse, q)
-    check_margin(sm_margin)
-    backend = backend_for(q.device)
-    into = []
-    for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):
-        if given is not None:
-            check_like(name, given, model_name, model)
-        into.append(model.new_empty(model.shape) if given is None else given)
-    planned = plan(problem, backend.tile_shape(problem), policy)
-    # Of packed tensors views, so that what is written to them is written to what the caller gave.
-    tensors = [x if q.ndim == 4 else x.unsqueeze(0) for x in (dout, q, k, v, out, lse, *into)]
     options = Options(wants_determinism(deterministic), sm_margin)
-    backend.backward(planned, Operands(*tensors[:6]), Gradients(*tensors[6:]), options)
-    return Gradients(*into)
+    into = Gradients(
+        torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq,
+        torch.empty_like(k, memory_format=torch.contiguous_format) if dk is None else dk,
+        torch.empty_like(v, memory_format=torch.contiguous_format) if dv is None else dv,
+    )
+    operands, target = Operands(dout, q, k, v, out, lse), into
+    if q.ndim == 3:
+        # Views, so that what is written to them is written to what the caller gave.
+        operands, target = Operands(*(x.unsqueeze(0) for x in operands)), Gradients(*(x.unsqueeze(0) for x in into))
+    backend.backward(planned, operands, target, options)
+    return into

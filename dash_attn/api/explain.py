@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +15,14 @@ from dash_attn.problem import Mask
 from dash_attn.schedule import POLICIES, parse
 from dash_attn.tiling import TileShape
 
+# What bits depend on, beside the problem. The number of workers, for one, is not in it.
+DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "software")
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run: equal fingerprints and equal inputs give equal bits."""
+    """What would run. Equal identities and equal inputs give equal bits of results and gradients; equal fingerprints
+    do for gradients, as long as forward and software are the same too."""
 
     backend: str
     forward: str
@@ -30,6 +36,8 @@ class Explanation:
     workers: int
     workspace_bytes: int
     deterministic: bool
+    software: str
+    identity: str
 
     def __str__(self) -> str:
         return "\n".join(f"{field.name.replace('_', ' '):<16} {getattr(self, field.name)}" for field in fields(self))
@@ -66,17 +74,20 @@ def explain(
     planned = plan(problem, shape, policy)
     chosen = planned.program.policy
     summary = POLICIES[parse(chosen).policy].summary
-    return Explanation(
-        backend=backend.name,
-        forward=backend.forward_provider,
-        mask=str(problem.mask),
-        tile=shape,
-        policy=chosen,
-        reason=f"{'chosen by auto' if policy == 'auto' else 'asked for'}: {summary}",
-        fingerprint=planned.fingerprint,
-        tasks=planned.program.num_tasks,
-        co_resident=planned.co_resident,
-        workers=backend.workers(planned),
-        workspace_bytes=backend.workspace_bytes(planned),
-        deterministic=backend.always_deterministic or wants_determinism(deterministic),
-    )
+    said: dict[str, Any] = {
+        "backend": backend.name,
+        "forward": backend.forward_provider(problem),
+        "mask": str(problem.mask),
+        "tile": shape,
+        "policy": chosen,
+        "reason": f"{'chosen by auto' if policy == 'auto' else 'asked for'}: {summary}",
+        "fingerprint": planned.fingerprint,
+        "tasks": planned.program.num_tasks,
+        "co_resident": planned.co_resident,
+        "workers": backend.workers(planned),
+        "workspace_bytes": backend.workspace_bytes(planned),
+        "deterministic": backend.always_deterministic or wants_determinism(deterministic),
+        "software": backend.software(),
+    }
+    decides = [str(said[name]) for name in DECIDES] + [repr(problem)]
+    return Explanation(**said, identity=hashlib.sha256("\n".join(decides).encode()).hexdigest()[:16])

@@ -8,9 +8,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dash_attn.api import forwards
 from dash_attn.api.backends import Options
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.kernels.sm90.config import HEAD_DIMS, KernelConfig, select
+from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward, resident_workers
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -23,85 +25,43 @@ class HopperBackend:
     the GPU's size."""
 
     name = "sm90"
-    forward_provider = "aten._flash_attention_forward"
     always_deterministic = False
 
     def tile_shape(self, problem: Problem) -> TileShape:
         cfg = config_of(problem, True)
         return TileShape(cfg.tile_m, cfg.tile_n)
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """torch's flash kernel. It has no tile masks: for those the caller brings out and lse to `backward`."""
-        config_of(problem, True)
+    def forward_provider(self, problem: Problem) -> str:
         if problem.mask.tiles is not None:
-            raise NotImplementedError(
-                "mask has tiles, for which there is no forward on GPUs: call dash_attn.backward with out and lse of "
-                "your own forward"
-            )
-        if q.numel() == 0 or k.numel() == 0:
-            shape = problem.batch, problem.heads_q, problem.len_q
-            return q.new_zeros(q.shape), q.new_full(shape, -torch.inf, dtype=torch.float32)
-        q, k, v = (_aligned(x) for x in (q, k, v))
-        left, right = problem.mask.left, problem.mask.right
-        documents = problem.mask.documents
-        keywords = {
-            "scale": problem.softmax_scale,
-            "window_size_left": -1 if left is None else left,
-            "window_size_right": -1 if right is None else right,
-        }
-        if documents is None:
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q, k, v, None, None, problem.len_q, problem.len_k, 0.0, right == 0, False, **keywords
-            )
-            return out, _unseen(problem, lse)
-        # Rows of a batch are packed one behind the other, each with the same documents.
-        starts = [
-            torch.tensor([0, *(row * cu[-1] + x for row in range(problem.batch) for x in cu[1:])], dtype=torch.int32)
-            for cu in (documents.cu_q, documents.cu_k)
-        ]
-        longest = [int(cu.diff().max()) for cu in starts]
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(x.flatten(0, 1) for x in (q, k, v)),
-            *(cu.to(q.device) for cu in starts),
-            *longest,
-            0.0,
-            right == 0,
-            False,
-            **keywords,
-        )
-        lse = lse.view(problem.heads_q, problem.batch, problem.len_q).transpose(0, 1).contiguous()
-        return out.view_as(q), _unseen(problem, lse)
+            return f"none for tile masks: {forwards.OWN_FORWARD}"
+        return forwards.choose(problem).label()
+
+    def software(self) -> str:
+        from dash_attn.kernels.sm90.cache import toolchain
+
+        gpu = torch.cuda.get_device_name(torch.cuda.current_device())
+        return f"kernel {toolchain()[:12]}, torch {torch.__version__}, {gpu}"
+
+    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        config_of(problem, True)
+        return forwards.forward(problem, *(_aligned(x) for x in (q, k, v)))
 
     def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
-        from dash_attn.kernels.sm90.launch import Grads, Inputs, backward
-
-        problem, device = planned.problem, operands.q.device
-        cfg = config_of(problem, options.deterministic)
-        workers = self.workers(planned) - options.sm_margin
-        if workers < max(1, planned.co_resident):
-            raise ValueError(
-                f"sm_margin={options.sm_margin} leaves {workers} SMs, this order needs {planned.co_resident} "
-                "co-resident workers: give a smaller margin, or a policy with a smaller width"
-            )
-        grads = None if into is None else Grads(*(_aligned(g) for g in into))
-        dout, q, k, v, out = (_aligned(x) for x in _tensors(operands))
+        cfg, tables, scale = launchable(planned, options, operands.q.device)
+        dout, q, k, v, out = _all_aligned(operands[:5])
         inputs = Inputs(dout, q, k, v, out, operands.lse.contiguous())
-        found = backward(cfg, tables_of(planned, cfg, workers, device), inputs, scale=problem.softmax_scale, into=grads)
-        if into is not None:
-            for given, got in zip(into, found, strict=True):
-                if given.data_ptr() != got.data_ptr():
-                    given.copy_(got)
-            return into
-        return Gradients(*found)
+        found = backward(cfg, tables, inputs, scale=scale, into=None if into is None else Grads(*_all_aligned(into)))
+        if into is None:
+            return Gradients(*found)
+        for given, got in zip(into, found, strict=True):
+            if given is not got:
+                given.copy_(got)
+        return into
 
     def workers(self, planned: Plan) -> int:
-        from dash_attn.kernels.sm90.launch import resident_workers
-
         return resident_workers(torch.device("cuda", torch.cuda.current_device()))
 
     def workspace_bytes(self, planned: Plan) -> int:
-        from dash_attn.kernels.sm90.launch import Workspace
-
         problem = planned.problem
         return Workspace.nbytes(config_of(problem, True), problem.batch * problem.heads_q, problem.len_q)
 
@@ -134,29 +94,41 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
 
 
 @lru_cache(maxsize=256)
-def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device):  # type: ignore[no-untyped-def]
-    """Tables of a plan on a device, uploaded once."""
-    from dash_attn.kernels.sm90.launch import DeviceTables
+def launchable(planned: Plan, options: Options, device: torch.device) -> tuple[KernelConfig, DeviceTables, float]:
+    """The kernel, its tables and the softmax scale, or an error if too few processors are left."""
+    workers = resident_workers(device) - options.sm_margin
+    if workers < max(1, planned.co_resident):
+        raise ValueError(
+            f"sm_margin={options.sm_margin} leaves {workers} SMs, this order needs {planned.co_resident} "
+            "co-resident workers: give a smaller margin, or a policy with a smaller width"
+        )
+    cfg = config_of(planned.problem, options.deterministic)
+    return cfg, tables_of(planned, cfg, workers, device), planned.problem.softmax_scale
 
+
+@lru_cache(maxsize=256)
+def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device) -> DeviceTables:
+    """Tables of a plan on a device, uploaded once."""
     problem = planned.problem
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
 
 
-def _unseen(problem: Problem, lse: Tensor) -> Tensor:
-    """torch's kernel says inf for a row that sees no key; the log of a sum of nothing is -inf."""
-    mask = problem.mask
-    if mask.is_full or (mask.is_causal and problem.len_q <= problem.len_k):
-        return lse  # every row sees some
-    return torch.where(lse == torch.inf, -torch.inf, lse)
-
-
-def _tensors(operands: Operands) -> tuple[Tensor, ...]:
-    return operands.dout, operands.q, operands.k, operands.v, operands.out
+def _all_aligned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """_aligned of each, in one look where nothing is amiss."""
+    starts = 0
+    for x in tensors:
+        starts |= x.data_ptr()
+    return tensors if starts % 16 == 0 and _fit(*[x.stride() for x in tensors]) else tuple(map(_aligned, tensors))
 
 
 def _aligned(x: Tensor) -> Tensor:
     """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]):
+    if x.data_ptr() % 16 == 0 and _fit(x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss
+
+
+@lru_cache(maxsize=1024)
+def _fit(*strides: tuple[int, ...]) -> bool:
+    return all(last == 1 and all(s > 0 and s % 8 == 0 for s in others) for *others, last in strides)

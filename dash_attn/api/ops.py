@@ -7,6 +7,7 @@ heads, dim), packed sequences (1, tokens, heads, dim) with cu_seqlens. Called al
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from dash_attn.api.arguments import DTYPES, documents_of, wants_determinism
 from dash_attn.api.backends import Options, backend_for
+from dash_attn.api.calls import Call, recall
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Documents, Mask, Problem, TileMask
@@ -104,13 +106,17 @@ def backward(
     deterministic: bool | None,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = Posed(left, right, list(documents), tiles, scale).problem(q, k, cu_seqlens_q, cu_seqlens_k)
-    backend = backend_for(q.device)
-    planned = plan(problem, backend.tile_shape(problem), policy)
-    into = Gradients(*(x.new_empty(x.shape) for x in (q, k, v)))
+    def checked() -> Call:
+        problem = Posed(left, right, list(documents), tiles, scale).problem(q, k, cu_seqlens_q, cu_seqlens_k)
+        backend = backend_for(q.device)
+        return Call(backend, plan(problem, backend.tile_shape(problem), policy))
+
+    posed = (left, right, tuple(documents), tiles, scale, policy)
+    backend, planned = recall((q, k), (cu_seqlens_q, cu_seqlens_k), posed, checked)
     # None reaches here from compiled code: its answer must be that of the call, not that of the compilation.
     options = Options(wants_determinism(deterministic), sm_margin)
-    with torch.autocast(q.device.type, enabled=False):
+    into = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
+    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
         backend.backward(planned, Operands(dout, q, k, v, out, lse), into, options)
     return into.dq, into.dk, into.dv
 

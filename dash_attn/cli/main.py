@@ -313,6 +313,23 @@ def demo(
     run_demo(out, quick)
 
 
+@app.command()
+def doctor(
+    seconds: Annotated[float, typer.Option("--seconds", help="time for the self-test")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """This machine, what runs on it, a bitwise self-test, why a run may still differ. Exit 1 if the test fails."""
+    from dash_attn.cli.doctor import as_rows, failed, run_doctor, show
+
+    found = run_doctor(seconds)
+    if as_json:
+        emit(as_rows(found))
+    else:
+        show(found)
+    if failed(found):
+        raise typer.Exit(1)
+
+
 @app.callback(invoke_without_command=True)
 def top(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False

@@ -12,8 +12,7 @@ from dash_attn.problem import Problem
 from dash_attn.program import Geometry
 
 
-@dataclass(frozen=True, eq=False)
-class Operands:
+class Operands(NamedTuple):
     """Of the backward: tensors (batch, seqlen, heads, dim), and lse (batch, heads, seqlen), fp32, natural logarithm."""
 
     dout: Tensor

@@ -215,7 +215,8 @@ def _packed(q: Tensor, k: Tensor, mask: Tensor | None, by_position: bool, kwargs
     `by_position`: which keys a query sees depends on where it is. Then padding goes from queries too, or they would no
     longer be level with their keys. Otherwise all stay: the mask may be of keys that come from somewhere else.
     """
-    cu_q, cu_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    given = (kwargs.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    cu_q, cu_k = (x.int() if isinstance(x, Tensor) else x for x in given)  # Transformers calls them long
     if cu_q is not None:
         if mask is not None and not bool(mask.all()):
             raise ValueError("attention_mask has padding and cu_seq_lens_q was given: leave one out")

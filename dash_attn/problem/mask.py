@@ -13,6 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.jit import compiled
+
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
@@ -26,7 +28,7 @@ class Documents:
 
     def __post_init__(self) -> None:
         for name, cu in (("cu_seqlens_q", self.cu_q), ("cu_seqlens_k", self.cu_k)):
-            if len(cu) < 2 or cu[0] != 0 or any(a > b for a, b in pairwise(cu)):
+            if len(cu) < 2 or cu[0] != 0 or sorted(cu) != list(cu):
                 raise ValueError(
                     f"{name} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
                 )
@@ -126,22 +128,17 @@ class Mask:
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. Tile masks are not in it."""
-        row = np.arange(len_q, dtype=np.int64)
-        begin, end, position = np.zeros_like(row), np.full_like(row, len_k), row + (len_k - len_q)
-        if self.documents is not None:
-            cu_q, cu_k = np.asarray(self.documents.cu_q), np.asarray(self.documents.cu_k)
-            if (cu_q[-1], cu_k[-1]) != (len_q, len_k):
-                raise ValueError(
-                    f"cu_seqlens must end at the number of tokens: "
-                    f"{cu_q[-1]} of {len_q} queries, {cu_k[-1]} of {len_k} keys"
-                )
-            size = np.diff(cu_q)
-            begin, end = np.repeat(cu_k[:-1], size), np.repeat(cu_k[1:], size)
-            position = row + np.repeat(cu_k[1:] - cu_q[1:], size)
-        lo = begin if self.left is None else np.maximum(begin, position - self.left)
-        hi = end if self.right is None else np.minimum(end, position + self.right + 1)
-        lo = np.minimum(lo, end)
-        return lo.astype(np.int32), np.maximum(lo, hi).astype(np.int32)
+        parts = self.documents or Documents((0, len_q), (0, len_k))
+        if (parts.cu_q[-1], parts.cu_k[-1]) != (len_q, len_k):
+            raise ValueError(
+                f"cu_seqlens must end at the number of tokens: "
+                f"{parts.cu_q[-1]} of {len_q} queries, {parts.cu_k[-1]} of {len_k} keys"
+            )
+        far = len_q + len_k  # as good as no limit
+        left, right = (far if side is None else min(side, far) for side in (self.left, self.right))
+        lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)
+        _fill_intervals(np.array(parts.cu_q), np.array(parts.cu_k), left, right, lo, hi)
+        return lo, hi
 
     def dense(self, len_q: int, len_k: int) -> Bool:
         """The whole mask, element by element: for tests and small references."""
@@ -166,6 +163,18 @@ class Mask:
         return " & ".join(parts) or "full"
 
 
+@compiled
+def _fill_intervals(cu_q, cu_k, left, right, lo, hi):  # type: ignore[no-untyped-def]
+    for document in range(len(cu_q) - 1):
+        begin, end = cu_k[document], cu_k[document + 1]
+        first, last = lo[cu_q[document] : cu_q[document + 1]], hi[cu_q[document] : cu_q[document + 1]]
+        for row in range(len(first)):
+            position = row + end - len(first)
+            low = min(max(begin, position - left), end)
+            first[row] = low
+            last[row] = max(low, min(end, position + right + 1))
+
+
 FULL = Mask()
 CAUSAL = Mask(right=0)
 
@@ -177,8 +186,8 @@ def window(left: int | None, right: int | None) -> Mask:
 
 def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:
     """Packed sequences: attention only inside a document, causal there if asked."""
-    first = tuple(int(x) for x in np.asarray(cu_q))
-    second = first if cu_k is None else tuple(int(x) for x in np.asarray(cu_k))
+    first = tuple(map(int, np.asarray(cu_q).tolist()))
+    second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 

@@ -40,56 +40,52 @@ def build(schedule: Schedule) -> Program:
 
 def encode(template: Template, tiling: Tiling) -> tuple[Table, Longs]:
     """Runs of a template (columns RUN), and the first run of each chain (one more at the end)."""
-    chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
-    partial = (tiling.state[chain, template.q] == TileState.PARTIAL).astype(np.int64)
-    tasks = np.stack([chain, template.head, partial, template.q, template.turn])
-    begin, step, turn_step = _cut(tasks)
-    runs = np.stack(
-        [
-            template.head[begin],
-            template.q[begin],
-            step,
-            np.diff(np.append(begin, len(chain))),
-            template.turn[begin],
-            turn_step,
-            partial[begin],
-        ],
-        axis=1,
-    )
-    return runs.astype(np.int32), np.searchsorted(begin, template.first)
+    runs, first = _cut(template.first, template.head, template.q, template.turn, tiling.state)
+    return runs.copy(), first
 
 
 @compiled
-def _cut(tasks: Longs) -> tuple[Longs, Longs, Longs]:
-    """Greedy, longest runs: where each begins, and its two steps (1 and 0 where it has one task)."""
-    total = tasks.shape[1]
-    begin, step, turn_step = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
-    runs, t = 0, 0
-    while t < total:
-        begin[runs], step[runs], turn_step[runs] = t, 1, 0
-        length = 1
-        while t + length < total:
-            u = t + length
-            same = tasks[0, u] == tasks[0, t] and tasks[1, u] == tasks[1, t] and tasks[2, u] == tasks[2, t]
-            move, turn_move = tasks[3, u] - tasks[3, u - 1], tasks[4, u] - tasks[4, u - 1]
-            if not same or abs(move) != 1 or (length > 1 and (move != step[runs] or turn_move != turn_step[runs])):
-                break
-            step[runs], turn_step[runs] = move, turn_move
-            length += 1
-        t += length
-        runs += 1
-    return begin[:runs], step[:runs], turn_step[:runs]
+def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
+    """Greedy, longest runs; the steps of one with a single task are 1 and 0."""
+    runs, run_first = np.empty((len(q), 7), np.int32), np.empty(len(first), np.int64)
+    r = 0
+    for chain in range(len(first) - 1):
+        run_first[chain] = r
+        t = first[chain]
+        while t < first[chain + 1]:
+            step, turn_step, kind, u = 1, 0, state[chain, q[t]], t + 1
+            while u < first[chain + 1] and head[u] == head[t] and (state[chain, q[u]] == kind):
+                move, turn_move = q[u] - q[u - 1], turn[u] - turn[u - 1]
+                if abs(move) != 1 or (u > t + 1 and (move != step or turn_move != turn_step)):
+                    break
+                step, turn_step = move, turn_move
+                u += 1
+            runs[r, 0], runs[r, 1], runs[r, 2], runs[r, 3] = head[t], q[t], step, u - t
+            runs[r, 4], runs[r, 5], runs[r, 6] = turn[t], turn_step, kind == TileState.PARTIAL
+            t = u
+            r += 1
+    run_first[-1] = r
+    return runs[:r], run_first
 
 
 def tile_table(tiling: Tiling) -> Table:
     """Runs of equal, non-empty state along each kv tile (columns TILE)."""
-    edge = np.zeros((tiling.num_kv, 1), np.uint8)
-    padded = np.concatenate([edge, tiling.state, edge], axis=1)
-    kv, at = np.nonzero(padded[:, 1:] != padded[:, :-1])
-    begin = padded[kv, at + 1] != 0
-    # Between two changes of one row the state is constant, so a run ends at the next change.
-    length = np.diff(at, append=0)
-    state = padded[kv, at + 1]
-    rows = np.stack([kv, at, length, state == TileState.PARTIAL], axis=1)[begin]
-    table: Table = rows.astype(np.int32).reshape(-1, 4)
+    table: Table = _cut_tiles(tiling.state, tiling.spans).copy()
     return table
+
+
+@compiled
+def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
+    table = np.empty((spans[:, 2].sum(), 4), np.int32)
+    row = 0
+    for kv in range(len(spans)):
+        q = spans[kv, 0]
+        while q < spans[kv, 1]:
+            kind, end = state[kv, q], q + 1
+            while end < spans[kv, 1] and state[kv, end] == kind:
+                end += 1
+            if kind != TileState.EMPTY:
+                table[row, 0], table[row, 1], table[row, 2], table[row, 3] = kv, q, end - q, kind == TileState.PARTIAL
+                row += 1
+            q = end
+    return table[:row]

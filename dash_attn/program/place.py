@@ -8,7 +8,7 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.program.program import Longs, Program
-from dash_attn.program.replay import FINISHED, Costs, Floats, Sequences, replay
+from dash_attn.program.replay import FINISHED, Sequences, replay
 
 # A chain's prologue and epilogue weigh about as much as this many tasks when bundles are balanced.
 CHAIN_OVERHEAD = 2.5
@@ -19,47 +19,60 @@ def bundles(program: Program) -> Sequences:
     return Sequences(program.bundle_first, program.launch)
 
 
-def place(program: Program, workers: int) -> Sequences:
+def place(program: Program, workers: int, co_resident: int | None = None) -> Sequences:
     """Deal bundles to workers in launch order: in rotation, or each to the worker with the least work so far.
 
     Neither knows who waits for whom, so what they give is replayed. Where it would deadlock, a bundle goes to
     whichever worker is free when bundles start in launch order: as many workers as the order needs always do.
+
+    An order that is known to need one worker is not replayed again: its bundles wait only for earlier ones, and a
+    worker takes its own up in launch order. So the earliest that is not done always has its turn.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    dealt = _gather(program, np.arange(program.num_bundles) % workers, workers)
-    rules = [_gather(program, _balanced(program, workers), workers)] if program.place == "balanced" else []
-    for placed in (*rules, dealt):
-        if replay(program, placed, Costs()).status == FINISHED:
+    dealt = np.arange(program.num_bundles) % workers
+    for owner in (_balanced(program, workers), dealt) if program.place == "balanced" else (dealt,):
+        placed = _gather(program, owner, workers)
+        if co_resident == 1 or replay(program, placed, None).status == FINISHED:
             return placed
     # Seats are taken as in this very replay, so it is the proof too. With too few workers nothing would do.
-    started = replay(program, bundles(program), Costs(), resident=workers)
-    return dealt if started.resident > workers else _gather(program, started.seat, workers)
+    started = replay(program, bundles(program), None, resident=workers)
+    return placed if started.resident > workers else _gather(program, started.seat, workers)
 
 
 def _balanced(program: Program, workers: int) -> Longs:
-    size = np.diff(program.task_first)[program.launch] + CHAIN_OVERHEAD
-    owner: Longs = _least_loaded(np.add.reduceat(size, program.bundle_first[:-1]) if len(size) else size, workers)
+    owner: Longs = _least_loaded(program.bundle_first, program.launch, program.task_first, workers)
     return owner
 
 
 @compiled
-def _least_loaded(work: Floats, workers: int) -> Longs:
+def _least_loaded(bundle_first, launch, task_first, workers):  # type: ignore[no-untyped-def]
     load = [(0.0, worker) for worker in range(workers)]
-    owner = np.empty(len(work), np.int64)
-    for bundle in range(len(work)):
-        least, worker = load[0]
+    owner = np.empty(len(bundle_first) - 1, np.int64)
+    for bundle in range(len(owner)):
+        work, worker = load[0]
         owner[bundle] = worker
-        heapq.heapreplace(load, (least + work[bundle], worker))
+        for chain in launch[bundle_first[bundle] : bundle_first[bundle + 1]]:
+            work += task_first[chain + 1] - task_first[chain] + CHAIN_OVERHEAD
+        heapq.heapreplace(load, (work, worker))
     return owner
 
 
 def _gather(program: Program, owner: Longs, workers: int) -> Sequences:
-    by_worker = np.argsort(owner, kind="stable")
-    sizes = np.diff(program.bundle_first)
-    begin = program.bundle_first[:-1][by_worker]
-    length = sizes[by_worker]
-    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    chains = program.launch[np.repeat(begin, length) + within]
-    per_worker = np.bincount(owner, weights=sizes, minlength=workers)
-    return Sequences(np.concatenate([[0], np.cumsum(per_worker)]).astype(np.int32), chains.astype(np.int32))
+    first, chains = np.zeros(workers + 1, np.int32), np.empty_like(program.launch)
+    _fill(program.bundle_first, program.launch, owner, first, chains)
+    return Sequences(first, chains)
+
+
+@compiled
+def _fill(bundle_first, launch, owner, first, chains):  # type: ignore[no-untyped-def]
+    """Bundles of one worker keep launch order."""
+    for bundle in range(len(owner)):
+        first[owner[bundle] + 1] += bundle_first[bundle + 1] - bundle_first[bundle]
+    for worker in range(len(first) - 1):
+        first[worker + 1] += first[worker]
+    at = first.copy()
+    for bundle in range(len(owner)):
+        for i in range(bundle_first[bundle], bundle_first[bundle + 1]):
+            chains[at[owner[bundle]]] = launch[i]
+            at[owner[bundle]] += 1

@@ -37,8 +37,8 @@ class Costs:
 @dataclass(frozen=True, eq=False)
 class Replay:
     """Outcome: `status`, the number of sequences that had to be resident, which of so many places each took, where
-    each stands (chain, run, offset), per sequence (end, busy, stalled, blocked), and per task (compute begin, end,
-    writer ready, turn come, landed) if recorded."""
+    each stands (chain, run, offset), and with costs per sequence (end, busy, stalled, blocked) and per task (compute
+    begin, end, writer ready, turn come, landed) if recorded."""
 
     status: int
     resident: int
@@ -57,21 +57,23 @@ class Sequences:
 
 
 def replay(
-    program: Program, sequences: Sequences, costs: Costs, *, resident: int | None = None, record: bool = False
+    program: Program, sequences: Sequences, costs: Costs | None, *, resident: int | None = None, record: bool = False
 ) -> Replay:
-    """Advance all sequences until done or stuck.
+    """Advance all sequences until done or stuck; without costs only to see whether they get done.
 
     With `resident` sequences start in order, that many at first, the next when one ends; one more whenever nothing
     else can move. What is reached with few is also reached with more, so the final count is the least that works.
     """
     total = len(sequences.first) - 1
-    times = np.zeros((5, program.num_tasks if record else 0))
-    numbers = np.array([costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue])
+    times = np.zeros((5, program.num_tasks if record and costs else 0))
+    numbers = costs and np.array(
+        [costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue]
+    )
     status, needed, seat, standing, totals = _advance(
         (program.chains, program.runs, program.target_base, program.task_first),
         (sequences.first, sequences.chains),
         (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
-        (numbers, costs.depth, costs.writers),
+        costs and (numbers, costs.depth, costs.writers),
         times,
     )
     return Replay(status, needed, seat, standing, totals, times)
@@ -79,24 +81,26 @@ def replay(
 
 @compiled
 def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped-def]
+    """What asks `costs is not None` is left out by the compiler where there are none."""
     chains, runs, base, task_first = tables
     seq_first, seq_chains = sequences
     num_targets, num_q, resident = sizes
-    (compute, partial_cost, reduce, handoff, prologue, epilogue), depth, writers = costs
-    record = times.shape[1] > 0
     total = len(seq_first) - 1
     counter = np.zeros(num_targets, np.int32)
-    released = np.zeros(num_targets)  # when the last contribution so far was handed over
     waiter = np.full(num_targets, -1, np.int32)  # sequences that wait at a turnstile, linked
     next_waiter = np.full(total, -1, np.int32)
     wanted = np.zeros(total, np.int32)
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
-    paused = np.zeros(total, np.int64)  # the same place as a task number
-    clock = np.zeros(total)
-    totals = np.zeros((total, 4))
-    tasks_done = np.zeros(total, np.int64)
-    slot_free = np.zeros((total, max(depth, 1)))
-    writer_free = np.zeros((total, max(writers, 1)))
+    totals = np.zeros((0 if costs is None else total, 4))
+    if costs is not None:
+        (compute, partial_cost, reduce, handoff, prologue, epilogue), depth, writers = costs
+        record = times.shape[1] > 0
+        released = np.zeros(num_targets)  # when the last contribution so far was handed over
+        paused = np.zeros(total, np.int64)  # where a sequence stands, as a task number
+        clock = np.zeros(total)
+        tasks_done = np.zeros(total, np.int64)
+        slot_free = np.zeros((total, max(depth, 1)))
+        writer_free = np.zeros((total, max(writers, 1)))
     ready = np.empty(total, np.int32)
     num_ready, admitted, finished = 0, 0, 0
     seat, left = np.empty(total, np.int64), np.empty(total, np.int64)  # a sequence that ends leaves its seat
@@ -122,28 +126,33 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
         num_ready -= 1
         s = ready[num_ready]
         p, j, o = standing[s]
-        t = clock[s]
+        if costs is not None:
+            t = clock[s]
         waits = False
         while p < seq_first[s + 1]:
             c = seq_chains[p]
             end = chains[c, 3] + chains[c, 4]
-            task = task_first[c] if j < 0 else paused[s]
+            if costs is not None:
+                task = task_first[c] if j < 0 else paused[s]
+                done = tasks_done[s]
             if j < 0:
                 j, o = chains[c, 3], 0
-                t += prologue
-                totals[s, 1] += prologue
-            done = tasks_done[s]
+                if costs is not None:
+                    t += prologue
+                    totals[s, 1] += prologue
             while j < end:
                 first = base[c] + runs[j, 0] * num_q + runs[j, 1]
                 step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
-                cost = compute + partial_cost if runs[j, 6] != 0 else compute
+                if costs is not None:
+                    cost = compute + partial_cost if runs[j, 6] != 0 else compute
                 while o < count:
                     target = first + step * o
                     turn = turn0 + turn_step * o
                     have = counter[target]
                     if have != turn:
                         standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
-                        paused[s] = task
+                        if costs is not None:
+                            paused[s] = task
                         if have > turn:
                             return PASSED, resident, seat, standing[s : s + 1], totals
                         next_waiter[s] = waiter[target]
@@ -151,36 +160,37 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                         wanted[s] = turn
                         waits = True
                         break
-                    begin = t
-                    stop = begin + cost
-                    writer_ready = stop
-                    if depth == 0:
-                        grant = max(stop, released[target])
-                        landed = grant + reduce
-                        totals[s, 1] += cost + reduce
-                        totals[s, 2] += grant - stop
-                        t = landed
-                    else:
-                        blocked = slot_free[s, done % depth] - stop
-                        if blocked > 0:
-                            totals[s, 3] += blocked
-                            stop += blocked
-                        writer_ready = max(stop, writer_free[s, done % writers])
-                        grant = max(writer_ready, released[target])
-                        landed = grant + reduce
-                        totals[s, 1] += cost
-                        totals[s, 2] += grant - writer_ready
-                        slot_free[s, done % depth] = landed
-                        writer_free[s, done % writers] = landed
-                        t = stop
-                    totals[s, 0] = max(totals[s, 0], landed)
-                    released[target] = landed + handoff
-                    if record:
-                        times[0, task], times[1, task], times[2, task] = begin, stop, writer_ready
-                        times[3, task], times[4, task] = grant, landed
-                        task += 1
+                    if costs is not None:
+                        begin = t
+                        stop = begin + cost
+                        writer_ready = stop
+                        if depth == 0:
+                            grant = max(stop, released[target])
+                            landed = grant + reduce
+                            totals[s, 1] += cost + reduce
+                            totals[s, 2] += grant - stop
+                            t = landed
+                        else:
+                            blocked = slot_free[s, done % depth] - stop
+                            if blocked > 0:
+                                totals[s, 3] += blocked
+                                stop += blocked
+                            writer_ready = max(stop, writer_free[s, done % writers])
+                            grant = max(writer_ready, released[target])
+                            landed = grant + reduce
+                            totals[s, 1] += cost
+                            totals[s, 2] += grant - writer_ready
+                            slot_free[s, done % depth] = landed
+                            writer_free[s, done % writers] = landed
+                            t = stop
+                        totals[s, 0] = max(totals[s, 0], landed)
+                        released[target] = landed + handoff
+                        done += 1
+                        if record:
+                            times[0, task], times[1, task], times[2, task] = begin, stop, writer_ready
+                            times[3, task], times[4, task] = grant, landed
+                            task += 1
                     counter[target] = turn + 1
-                    done += 1
                     o += 1
                     w, before = waiter[target], -1
                     while w >= 0:
@@ -197,15 +207,18 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                     break
                 j += 1
                 o = 0
-            tasks_done[s] = done
+            if costs is not None:
+                tasks_done[s] = done
             if waits:
                 break
-            t += epilogue
-            totals[s, 1] += epilogue
+            if costs is not None:
+                t += epilogue
+                totals[s, 1] += epilogue
             p += 1
             j = -1
-        clock[s] = t
-        totals[s, 0] = max(totals[s, 0], t)
+        if costs is not None:
+            clock[s] = t
+            totals[s, 0] = max(totals[s, 0], t)
         if not waits:
             standing[s, 0] = p
             finished += 1

@@ -51,12 +51,9 @@ class Work:
     @staticmethod
     def of(tiling: Tiling, compute: int, reduce: int) -> Work:
         one, groups = Tasks.of(tiling), tiling.problem.batch * tiling.problem.heads_kv
-        by_chain = np.lexsort((one.q, one.head, one.chain))
         lengths = np.tile(tiling.spans[:, 2] * tiling.problem.group, groups)
         first = np.concatenate([[0], np.cumsum(lengths)])
-        return Work(
-            tiling, first, np.tile(one.head[by_chain], groups), np.tile(one.q[by_chain], groups), compute, reduce
-        )
+        return Work(tiling, first, np.tile(one.head, groups), np.tile(one.q, groups), compute, reduce)
 
     @property
     def total(self) -> int:

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dash_attn.jit import compiled
 from dash_attn.schedule.types import Ints, Template
 from dash_attn.tiling import Tiling
 
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """All tasks of one group, in no particular order."""
+    """All tasks of one group: chain by chain, there head by head, there by ascending q tile."""
 
     chain: Ints
     head: Ints
@@ -24,13 +25,7 @@ class Tasks:
 
     @staticmethod
     def of(tiling: Tiling) -> Tasks:
-        group = tiling.problem.group
-        chain, q = np.nonzero(tiling.state)
-        return Tasks(
-            np.tile(chain, group).astype(np.int64),
-            np.repeat(np.arange(group), len(chain)),
-            np.tile(q, group).astype(np.int64),
-        )
+        return Tasks(*_list_tasks(tiling.state, tiling.spans, tiling.problem.group))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +43,44 @@ class Rules:
 
 def order(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
     """Apply the rules: one template."""
-    num_kv, total = tiling.num_kv, len(tasks.chain)
-    sequence = np.argsort(tasks.chain * (1 + rules.visit.max(initial=0)) + rules.visit)
-    chain, head, q = tasks.chain[sequence], tasks.head[sequence], tasks.q[sequence]
-    first = np.concatenate([[0], np.cumsum(np.bincount(chain, minlength=num_kv))])
+    num_kv, chain, head, q = tiling.num_kv, tasks.chain, tasks.head, tasks.q
+    if ((chain[1:] == chain[:-1]) & (rules.visit[1:] < rules.visit[:-1])).any():
+        sequence = np.argsort(chain * (1 + rules.visit.max(initial=0)) + rules.visit)
+        head, q = head[sequence], q[sequence]  # chains stay in their places
+    first = np.concatenate([[0], np.cumsum(tiling.spans[:, 2] * tiling.problem.group)])
+    target = head * tiling.num_q + q
+    window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
+    if not rules.by_arrival:
+        return Template(first, head, q, _count_up(np.lexsort((rules.rank, window)), first, target))
+    arrival = np.arange(len(chain)) - first[chain] + (0 if rules.start is None else rules.start[chain])
+    place = (window[chain] * (1 + arrival.max(initial=0)) + arrival) * num_kv + rules.rank[chain]
+    return Template(first, head, q, turns(target, place))
 
-    arrival = np.zeros(total, np.int64)
-    if rules.by_arrival:
-        arrival = np.arange(total) - first[chain] + (0 if rules.start is None else rules.start[chain])
-    window = 0 if rules.window is None else rules.window[chain]
-    place = (window * (1 + arrival.max(initial=0)) + arrival) * num_kv + rules.rank[chain]
-    return Template(first, head, q, turns(head * tiling.num_q + q, place))
+
+@compiled
+def _list_tasks(state, spans, group):  # type: ignore[no-untyped-def]
+    total = group * spans[:, 2].sum()
+    chain, head, q = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
+    t = 0
+    for kv in range(len(spans)):
+        for h in range(group):
+            for m in range(spans[kv, 0], spans[kv, 1]):
+                if state[kv, m] != 0:
+                    chain[t], head[t], q[t] = kv, h, m
+                    t += 1
+    return chain, head, q
+
+
+@compiled
+def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
+    """Turns, where chains contribute one after the other."""
+    turn = np.empty_like(target)
+    counter = np.zeros(target.max() + 1 if len(target) else 0, np.int64)
+    for chain in chains:
+        for t in range(first[chain], first[chain + 1]):
+            turn[t] = counter[target[t]]
+            counter[target[t]] += 1
+    return turn
 
 
 def turns(target: Ints, place: Ints) -> Ints:

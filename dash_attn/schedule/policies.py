@@ -45,8 +45,8 @@ def _ascending(tiling: Tiling, tasks: Tasks) -> Ints:
 def _singles(chains: Ints, window: Ints | None = None) -> Rounds:
     """One chain a bundle, one round a window."""
     if window is None:
-        return [[(int(n),) for n in chains]]
-    return [[(int(n),) for n in chains if window[n] == w] for w in range(int(window.max(initial=-1)) + 1)]
+        return [list(zip(chains.tolist(), strict=True))]
+    return [list(zip(chains[window[chains] == w].tolist(), strict=True)) for w in range(window.max(initial=-1) + 1)]
 
 
 def _fa3(tiling: Tiling, width: int) -> tuple[Template, Rounds]:

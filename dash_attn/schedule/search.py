@@ -19,8 +19,7 @@ def ranked(tiling: Tiling, width: int) -> tuple[Template, Ints, Ints]:
     Returns the template, the launch order of the chains, and the window of each chain.
     """
     tasks, group = Tasks.of(tiling), tiling.problem.group
-    by_chain = np.lexsort((tasks.q, tasks.head, tasks.chain))
-    head, q = tasks.head[by_chain], tasks.q[by_chain]
+    head, q = tasks.head, tasks.q
     first = np.concatenate([[0], np.cumsum(tiling.spans[:, 2] * group)])
     launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, 2]))
     cut = windows(tiling.num_kv, width)
@@ -29,7 +28,7 @@ def ranked(tiling: Tiling, width: int) -> tuple[Template, Ints, Ints]:
     window = np.empty_like(cut)
     window[launch] = cut
     # Nobody adds to one dQ tile at the same time as another, so (window, finish) ranks its contributions.
-    place = window[tasks.chain[by_chain]] * (1 + finish.max(initial=0)) + finish
+    place = window[tasks.chain] * (1 + finish.max(initial=0)) + finish
     return Template(first, head[visit], q[visit], turns(target[visit], place)), launch, window
 
 

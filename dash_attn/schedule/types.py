@@ -64,7 +64,7 @@ def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]]) -> tuple[In
     round of all groups before the next lets the windows that share the GPU belong to different heads.
     """
     groups = np.arange(tiling.problem.batch * tiling.problem.heads_kv)[:, None] * tiling.num_kv
-    launch = [(groups + np.concatenate([np.asarray(b) for b in bundles])).ravel() for bundles in rounds if bundles]
+    launch = [(groups + [chain for bundle in bundles for chain in bundle]).ravel() for bundles in rounds if bundles]
     sizes = [np.tile([len(b) for b in bundles], len(groups)) for bundles in rounds if bundles]
     return (
         np.concatenate([np.zeros(0, np.int64), *launch]).astype(np.int64),

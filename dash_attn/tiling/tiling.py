@@ -59,7 +59,7 @@ class Tiling:
     @cached_property
     def num_tiles(self) -> int:
         """Non-empty tiles of one plane."""
-        return int(np.count_nonzero(self.state))
+        return int(self.spans[:, 2].sum())
 
     @cached_property
     def is_rectangle(self) -> bool:
@@ -69,11 +69,8 @@ class Tiling:
     @cached_property
     def spans(self) -> npt.NDArray[np.int64]:
         """(first, last + 1, count) q tile of each chain; (0, 0, 0) for a chain without tasks."""
-        seen = self.state != TileState.EMPTY
-        count = seen.sum(1)
-        first = np.where(count > 0, seen.argmax(1), 0) if self.num_q else count
-        last = np.where(count > 0, self.num_q - seen[:, ::-1].argmax(1), 0) if self.num_q else count
-        return np.stack([first, last, count], 1).astype(np.int64)
+        found: npt.NDArray[np.int64] = _spans(self.state)
+        return found
 
     @cached_property
     def is_staircase(self) -> bool:
@@ -110,25 +107,55 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
 def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], m: int, n: int, num_kv: int) -> npt.NDArray[np.uint8]:
     """A tile is touched if any row's interval reaches it, full if every row's covers it."""
     rows = len(lo)
-    state = np.empty((num_kv, -(-rows // m)), np.uint8)
+    state = np.zeros((num_kv, -(-rows // m)), np.uint8)
+    touched, covered = np.zeros(num_kv + 1, np.int64), np.zeros(num_kv + 1, np.int64)
     for band in range(state.shape[1]):
-        touched, covered = np.zeros(num_kv + 1, np.int64), np.zeros(num_kv + 1, np.int64)
         last = min(rows, (band + 1) * m)
-        for row in range(band * m, last):
-            if lo[row] < hi[row]:
-                touched[lo[row] // n] += 1
-                touched[-(-hi[row] // n)] -= 1
-                inner, outer = -(-lo[row] // n), hi[row] // n
-                if inner < outer:
-                    covered[inner] += 1
-                    covered[outer] -= 1
+        lowest, highest = num_kv, 0
+        row = band * m
+        while row < last:
+            a, b, alike = lo[row], hi[row], 1
+            begin, end = a // n, b // n
+            inner, outer = begin + (a > begin * n), end + (b > end * n)
+            # Rows that follow mostly begin and end in the same tiles as this one.
+            while (
+                row + alike < last
+                and (lo[row + alike] == a or (begin < inner and begin * n < lo[row + alike] < inner * n))
+                and (hi[row + alike] == b or (end < outer and end * n < hi[row + alike] < outer * n))
+                and (lo[row + alike] < hi[row + alike]) == (a < b)
+            ):
+                alike += 1
+            row += alike
+            if a < b:
+                touched[begin] += alike
+                touched[outer] -= alike
+                if inner < end:
+                    covered[inner] += alike
+                    covered[end] -= alike
+                lowest, highest = min(lowest, begin), max(highest, outer)
         touching, covering = 0, 0
-        for tile in range(num_kv):
+        for tile in range(lowest, highest):
             touching += touched[tile]
             covering += covered[tile]
             full = covering == last - band * m
             state[tile, band] = TileState.EMPTY if touching == 0 else TileState.FULL if full else TileState.PARTIAL
+        touched[lowest : highest + 1] = 0
+        covered[lowest : highest + 1] = 0
     return state
+
+
+@compiled
+def _spans(state):  # type: ignore[no-untyped-def]
+    spans = np.zeros((state.shape[0], 3), np.int64)
+    for kv in range(state.shape[0]):
+        row = state[kv]
+        first, last, count = len(row), 0, 0
+        for q in range(len(row)):  # without branches, so that it compiles to vector instructions
+            count += row[q] != 0
+            first = min(first, q if row[q] != 0 else len(row))
+            last = max(last, q + 1 if row[q] != 0 else 0)
+        spans[kv, 0], spans[kv, 1], spans[kv, 2] = first if count else 0, last, count
+    return spans
 
 
 def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.program import Costs, Program, Sequences, Task, TaskArrays, bundles, place, replay
-from dash_attn.program.program import Longs, Table
+from dash_attn.program import Program, Sequences, Task, TaskArrays, bundles, place, replay
 from dash_attn.program.replay import PASSED, STUCK, Replay
+
+# What can be wrong with tables, told as it stands here; two more need a chain's name.
+RULES = (
+    "a chain's batch is out of range",
+    "a chain's kv head is out of range",
+    "a chain's kv tile is out of range",
+    "a run has no tasks",
+    "a run's head is out of range",
+    "a run leaves the q tiles",
+    "the launch sequence must hold every chain once",
+    "bundles must cut the launch sequence into non-empty parts",
+)
+NOT_ONCE, NO_SUCH_RUN = 8, 9
 
 
 class VerifyError(ValueError):
@@ -26,99 +38,120 @@ class Verified:
 
     program: Program
     co_resident: int
-    placement: Sequences | None
+    placement: Sequences | None = None
+
+    def on(self, workers: int) -> Verified:
+        """The same, placed on so many co-resident workers. The program is not checked again, it cannot have changed."""
+        if workers < self.co_resident:
+            raise VerifyError(
+                f"deadlock with {workers} co-resident workers: this order needs {self.co_resident} "
+                f"(policy {self.program.policy}; a smaller window width needs fewer)"
+            )
+        return replace(self, placement=place(self.program, workers, self.co_resident))  # which proves what it gives
 
 
 def verify(program: Program, workers: int | None = None, placement: Sequences | None = None) -> Verified:
     """Check a program, and with `workers` (or a placement) that this many co-resident workers finish it."""
     _check_tables(program)
     _check_cover(program)
-    _check_turns(program)
-    needs = replay(program, bundles(program), Costs(), resident=1)
-    if needs.status == STUCK:
-        raise VerifyError(*_cycle(program, bundles(program), needs))
-    if needs.status == PASSED:
-        raise VerifyError(*_passed(program, bundles(program), needs))
-    if workers is not None and placement is None:
-        if workers < needs.resident:
-            raise VerifyError(
-                f"deadlock with {workers} co-resident workers: this order needs {needs.resident} "
-                f"(policy {program.policy}; a smaller window width needs fewer)"
-            )
-        placement = place(program, workers)  # gives only what it has replayed
-    elif placement is not None:
+    found = Verified(program, min(1, program.num_bundles) if _needs_one(program) else _needs(program), placement)
+    if placement is not None:
         _check_placement(program, placement, workers)
-    return Verified(program, needs.resident, placement)
+    elif workers is not None:
+        return found.on(workers)
+    return found
 
 
 def _check_tables(program: Program) -> None:
-    g, chains, runs = program.geometry, program.chains, program.runs
-    _require(bool((chains[:, 0] >= 0).all() and (chains[:, 0] < g.batch).all()), "a chain's batch is out of range")
-    _require(bool((chains[:, 1] >= 0).all() and (chains[:, 1] < g.heads_kv).all()), "a chain's kv head is out of range")
-    _require(bool((chains[:, 2] >= 0).all() and (chains[:, 2] < g.num_kv).all()), "a chain's kv tile is out of range")
-    expected = g.num_groups * g.num_kv
-    ids = (chains[:, 0].astype(np.int64) * g.heads_kv + chains[:, 1]) * g.num_kv + chains[:, 2]
-    seen = np.bincount(ids, minlength=expected)
-    if (seen != 1).any():
-        batch, rest = divmod(int(np.flatnonzero(seen != 1)[0]), g.heads_kv * g.num_kv)
+    g = program.geometry
+    seen = np.zeros(g.num_groups * g.num_kv, np.int64)
+    rule, chain = _broken_rule(
+        (program.chains, program.runs, program.launch, program.bundle_first),
+        (g.batch, g.heads_kv, g.num_kv, g.group, g.num_q),
+        seen,
+    )
+    if rule == NOT_ONCE:
+        batch, rest = divmod(int(chain), g.heads_kv * g.num_kv)
         head, tile = divmod(rest, g.num_kv)
-        raise VerifyError(
-            f"broken chain: (batch {batch}, kv head {head}, kv tile {tile}) stands {seen[seen != 1][0]} times, not once"
-        )
-    end = chains[:, 3].astype(np.int64) + chains[:, 4]
-    inside = (chains[:, 3] >= 0) & (chains[:, 4] >= 0) & (end <= len(runs))
-    if not inside.all():
-        raise VerifyError(
-            f"broken chain: {_chain(program, int(np.flatnonzero(~inside)[0]))} names runs that do not exist"
-        )
-    if len(runs):
-        last = runs[:, 1].astype(np.int64) + runs[:, 2].astype(np.int64) * (runs[:, 3] - 1)
-        _require(bool((runs[:, 3] > 0).all()), "a run has no tasks")
-        _require(bool((runs[:, 0] >= 0).all() and (runs[:, 0] < g.group).all()), "a run's head is out of range")
-        _require(
-            bool((np.minimum(runs[:, 1], last) >= 0).all() and (np.maximum(runs[:, 1], last) < g.num_q).all()),
-            "a run leaves the q tiles",
-        )
-    _require(
-        len(program.launch) == expected and np.array_equal(np.sort(program.launch), np.arange(expected)),
-        "the launch sequence must hold every chain once",
-    )
-    first = program.bundle_first
-    _require(
-        len(first) > 0 and first[0] == 0 and first[-1] == expected and bool((np.diff(first) > 0).all()),
-        "bundles must cut the launch sequence into non-empty parts",
-    )
+        name = f"(batch {batch}, kv head {head}, kv tile {tile})"
+        raise VerifyError(f"broken chain: {name} stands {seen[chain]} times, not once")
+    if rule == NO_SUCH_RUN:
+        raise VerifyError(f"broken chain: {_chain(program, int(chain))} names runs that do not exist")
+    if rule >= 0:
+        raise VerifyError(RULES[rule])
+
+
+@compiled
+def _broken_rule(tables, sizes, seen):  # type: ignore[no-untyped-def]
+    """What is wrong, and with which chain; (-1, 0) if nothing is. `seen` becomes the number of times a chain stands.
+
+    Numbers are anything that fits 32 bits: int() keeps sums of them from overflowing.
+    """
+    chains, runs, launch, bundle_first = tables
+    batch, heads_kv, num_kv, group, num_q = sizes
+    for c in range(len(chains)):
+        if not 0 <= chains[c, 0] < batch:
+            return 0, c
+        if not 0 <= chains[c, 1] < heads_kv:
+            return 1, c
+        if not 0 <= chains[c, 2] < num_kv:
+            return 2, c
+        seen[(int(chains[c, 0]) * heads_kv + chains[c, 1]) * num_kv + chains[c, 2]] += 1
+    for c in range(len(seen)):
+        if seen[c] != 1:
+            return NOT_ONCE, c
+    for c in range(len(chains)):
+        if chains[c, 3] < 0 or chains[c, 4] < 0 or int(chains[c, 3]) + int(chains[c, 4]) > len(runs):
+            return NO_SUCH_RUN, c
+    for j in range(len(runs)):
+        head, first, step, count = int(runs[j, 0]), int(runs[j, 1]), int(runs[j, 2]), int(runs[j, 3])
+        if count <= 0:
+            return 3, 0
+        if not 0 <= head < group:
+            return 4, 0
+        if not (0 <= first < num_q and 0 <= first + step * (count - 1) < num_q):
+            return 5, 0
+    launched = np.zeros(len(seen), np.bool_)
+    for c in launch:
+        if not 0 <= c < len(seen) or launched[c]:
+            return 6, 0
+        launched[c] = True
+    if len(launch) != len(seen):
+        return 6, 0
+    if len(bundle_first) == 0 or bundle_first[0] != 0 or bundle_first[-1] != len(launch):
+        return 7, 0
+    for b in range(len(bundle_first) - 1):
+        if bundle_first[b] >= bundle_first[b + 1]:
+            return 7, 0
+    return -1, 0
 
 
 def _check_cover(program: Program) -> None:
     """Each chain visits each of its non-empty tiles once per query head of its group, with the right mask flag."""
     g = program.geometry
-    state = np.zeros((g.num_kv, g.num_q), np.int8)
-    _require(_unroll_tiles(program.tiles, state), "the tile table is broken")
-    at = _distinct(program.chains[:, 2:])
-    distinct = program.chains[at, 2:]
-    kind, row, run, offset = _cover(distinct, program.runs, state, g.group)
+    state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
+    _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
+    kind, chain, run, offset = (int(x) for x in _cover(program.chains, program.runs, state, needed, g.group))
     if kind == 0:
         return
-    chain = int(at[row])
     if kind == 4:
-        head, q = int(run), int(offset)
+        head, q = run, offset
         kv_tile = int(program.chains[chain, 2])
         name = Task(int(program.chains[chain, 0]), int(program.chains[chain, 1]) * g.group + head, q, kv_tile, -1)
         text = str(name).replace(", turn -1", "")
         raise VerifyError(f"tile missed: {text} is not empty and no task visits it", (name,))
-    task = program.task(chain, int(run), int(offset))
+    task = program.task(chain, run, offset)
     message = {
         1: f"tile done twice: {task} was visited before in its chain",
         2: f"empty tile visited: {task} has nothing to do",
         3: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
-    }[int(kind)]
+    }[kind]
     raise VerifyError(message, (task,))
 
 
 @compiled
-def _unroll_tiles(tiles, state):  # type: ignore[no-untyped-def]
-    """Fill in 1 for full and 2 for partial tiles; false if rows of the table overlap or lead outside."""
+def _unroll_tiles(tiles, state, needed):  # type: ignore[no-untyped-def]
+    """Fill in 1 for full and 2 for partial tiles and count them per kv tile; false if rows overlap or lead outside."""
     num_kv, num_q = state.shape
     for row in range(len(tiles)):
         kv, first, count, partial = tiles[row]
@@ -128,76 +161,135 @@ def _unroll_tiles(tiles, state):  # type: ignore[no-untyped-def]
             if state[kv, q] != 0:
                 return False
             state[kv, q] = 1 + partial
+        needed[kv] += count
     return True
 
 
 @compiled
-def _cover(distinct, runs, state, group):  # type: ignore[no-untyped-def]
-    """0, or what is wrong (1 twice, 2 empty, 3 flag, 4 missed) with row, run (or head) and offset (or q tile)."""
-    num_q = state.shape[1]
+def _cover(chains, runs, state, needed, group):  # type: ignore[no-untyped-def]
+    """0, or what is wrong (1 twice, 2 empty, 3 flag, 4 missed) with chain, run (or head) and offset (or q tile)."""
+    num_kv, num_q = state.shape
     stamp = np.full(group * num_q, -1, np.int64)
-    for row in range(len(distinct)):
-        kv, first, count = distinct[row]
+    checked = np.full(num_kv, -1, np.int64)  # the last chain of each kv tile: others with the same runs are as right
+    for c in range(len(chains)):
+        kv, first, count = chains[c, 2], chains[c, 3], chains[c, 4]
+        twin = checked[kv]
+        if twin >= 0 and chains[twin, 3] == first and chains[twin, 4] == count:
+            continue
+        checked[kv] = c
         visited = 0
         for j in range(first, first + count):
             for o in range(runs[j, 3]):
                 q = runs[j, 1] + runs[j, 2] * o
                 slot = runs[j, 0] * num_q + q
-                if stamp[slot] == row:
-                    return 1, row, j, o
+                if stamp[slot] == c:
+                    return 1, c, j, o
                 if state[kv, q] == 0:
-                    return 2, row, j, o
+                    return 2, c, j, o
                 if (state[kv, q] == 2) != (runs[j, 6] != 0):
-                    return 3, row, j, o
-                stamp[slot] = row
+                    return 3, c, j, o
+                stamp[slot] = c
                 visited += 1
-        needed = 0
-        for q in range(num_q):
-            needed += state[kv, q] != 0
-        if visited != needed * group:
+        if visited != needed[kv] * group:
             for head in range(group):
                 for q in range(num_q):
-                    if state[kv, q] != 0 and stamp[head * num_q + q] != row:
-                        return 4, row, head, q
+                    if state[kv, q] != 0 and stamp[head * num_q + q] != c:
+                        return 4, c, head, q
     return 0, 0, 0, 0
+
+
+def _needs_one(program: Program) -> bool:
+    """Chains one after the other as they are launched: each of their tasks finds its turn come.
+
+    Where that holds no chain ever waits for a later one, and turns are what they should be, 0, 1, .. at every dQ tile.
+    """
+    g = program.geometry
+    sizes = (g.num_groups, g.heads_kv, g.num_kv, g.group * g.num_q, g.num_q)
+    return bool(_in_sequence(program.chains, program.runs, program.launch, sizes))
+
+
+@compiled
+def _in_sequence(chains, runs, launch, sizes):  # type: ignore[no-untyped-def]
+    num_groups, heads_kv, num_kv, num_targets, num_q = sizes
+    chain_of = np.empty((num_groups, num_kv), np.int64)  # each group's chains as they are launched
+    filled = np.zeros(num_groups, np.int64)
+    for c in launch:
+        group = chains[c, 0] * heads_kv + chains[c, 1]
+        chain_of[group, filled[group]] = c
+        filled[group] += 1
+    counter = np.empty(num_targets, np.int32)
+    for group in range(num_groups):
+        same = group > 0  # as the first group in every chain: no two groups share a dQ tile, so as right as that was
+        for i in range(num_kv):
+            c, twin = chain_of[group, i], chain_of[0, i]
+            same = same and chains[c, 3] == chains[twin, 3] and chains[c, 4] == chains[twin, 4]
+        if same:
+            continue
+        counter[:] = 0
+        for c in chain_of[group]:
+            for j in range(chains[c, 3], chains[c, 3] + chains[c, 4]):
+                for o in range(runs[j, 3]):
+                    target = runs[j, 0] * num_q + runs[j, 1] + runs[j, 2] * o
+                    if counter[target] != int(runs[j, 4]) + int(runs[j, 5]) * o:
+                        return False
+                    counter[target] += 1
+    return True
+
+
+def _needs(program: Program) -> int:
+    """How many co-resident workers the order needs, if turns are right and no cycle is in it."""
+    _check_turns(program)
+    needs = replay(program, bundles(program), None, resident=1)
+    if needs.status == STUCK:
+        raise VerifyError(*_cycle(program, bundles(program), needs))
+    if needs.status == PASSED:
+        raise VerifyError(*_passed(program, bundles(program), needs))
+    return needs.resident
 
 
 def _check_turns(program: Program) -> None:
     """In each plane the turns of a dQ tile are 0 .. contributors - 1, each once."""
     g = program.geometry
-    by_group = np.lexsort((program.chains[:, 2], program.chains[:, 1], program.chains[:, 0]))
-    pattern = program.chains[by_group, 3:].reshape(g.num_groups, -1)
-    groups = _distinct(pattern)  # groups that share all runs are checked once
     begin = np.concatenate([[0], np.cumsum(np.tile(program.contributors, g.group), dtype=np.int64)])
-    for group in groups.tolist():
-        chains = by_group[group * g.num_kv : (group + 1) * g.num_kv]
-        kind, chain, run, offset, other, other_run, other_offset = _turns(
-            program.chains, chains, program.runs, begin, g.num_q
-        )
-        if kind == 0:
-            continue
-        task = program.task(int(chain), int(run), int(offset))
-        if kind == 1:
-            count = int(program.contributors[task.q_tile])
-            raise VerifyError(f"turns are no permutation: {task} is outside 0..{count - 1}", (task,))
-        twin = program.task(int(other), int(other_run), int(other_offset))
-        raise VerifyError(f"turns are no permutation: {twin} and {task} claim the same turn", (twin, task))
+    found = _turns(program.chains, program.runs, begin, (g.num_groups, g.heads_kv, g.num_kv, g.num_q))
+    kind, chain, run, offset, other, other_run, other_offset = (int(x) for x in found)
+    if kind == 0:
+        return
+    task = program.task(chain, run, offset)
+    if kind == 1:
+        count = int(program.contributors[task.q_tile])
+        raise VerifyError(f"turns are no permutation: {task} is outside 0..{count - 1}", (task,))
+    twin = program.task(other, other_run, other_offset)
+    raise VerifyError(f"turns are no permutation: {twin} and {task} claim the same turn", (twin, task))
 
 
 @compiled
-def _turns(table, chains, runs, begin, num_q):  # type: ignore[no-untyped-def]
-    owner = np.full((begin[-1], 3), -1, np.int32)
-    for c in chains:
-        for j in range(table[c, 3], table[c, 3] + table[c, 4]):
-            for o in range(runs[j, 3]):
-                target = runs[j, 0] * num_q + runs[j, 1] + runs[j, 2] * o
-                turn = runs[j, 4] + runs[j, 5] * o
-                if turn < 0 or turn >= begin[target + 1] - begin[target]:
-                    return 1, c, j, o, -1, -1, -1
-                at = begin[target] + turn
-                if owner[at, 0] >= 0:
-                    return 2, c, j, o, owner[at, 0], owner[at, 1], owner[at, 2]
-                owner[at, 0], owner[at, 1], owner[at, 2] = c, j, o
+def _turns(chains, runs, begin, sizes):  # type: ignore[no-untyped-def]
+    """0, or what is wrong (1 outside, 2 claimed before) with chain, run and offset, and those of the other claim."""
+    num_groups, heads_kv, num_kv, num_q = sizes
+    chain_of = np.empty((num_groups, num_kv), np.int64)
+    for c in range(len(chains)):
+        chain_of[chains[c, 0] * heads_kv + chains[c, 1], chains[c, 2]] = c
+    owner = np.empty((begin[-1], 3), np.int32)
+    for group in range(num_groups):
+        same = group > 0  # the runs of the first group in every chain: as right as that was
+        for kv in range(num_kv):
+            c, twin = chain_of[group, kv], chain_of[0, kv]
+            same = same and chains[c, 3] == chains[twin, 3] and chains[c, 4] == chains[twin, 4]
+        if same:
+            continue
+        owner[:] = -1
+        for c in chain_of[group]:
+            for j in range(chains[c, 3], chains[c, 3] + chains[c, 4]):
+                for o in range(runs[j, 3]):
+                    target = runs[j, 0] * num_q + runs[j, 1] + runs[j, 2] * o
+                    turn = int(runs[j, 4]) + int(runs[j, 5]) * o
+                    if turn < 0 or turn >= begin[target + 1] - begin[target]:
+                        return 1, c, j, o, -1, -1, -1
+                    at = begin[target] + turn
+                    if owner[at, 0] >= 0:
+                        return 2, c, j, o, owner[at, 0], owner[at, 1], owner[at, 2]
+                    owner[at, 0], owner[at, 1], owner[at, 2] = c, j, o
     return 0, -1, -1, -1, -1, -1, -1
 
 
@@ -214,7 +306,7 @@ def _check_placement(program: Program, placement: Sequences, workers: int | None
         len(first) > 1 and first[0] == 0 and first[-1] == len(program.chains) and bool((np.diff(first) >= 0).all()),
         "the placement must cut its chains into the parts of at least one worker",
     )
-    outcome = replay(program, placement, Costs())
+    outcome = replay(program, placement, None)
     if outcome.status == STUCK:
         message, tasks = _cycle(program, placement, outcome)
         raise VerifyError(f"deadlock with {count} co-resident workers: {message}", tasks)
@@ -258,14 +350,6 @@ def _passed(program: Program, sequences: Sequences, outcome: Replay) -> tuple[st
     position, run, offset = outcome.standing[0].tolist()
     task = program.task(int(sequences.chains[position]), run, offset)
     return f"turns are no permutation: {task} comes after its turn has passed", (task,)
-
-
-def _distinct(rows: Table) -> Longs:
-    """The index of one row of each kind. Rows that differ fall apart by a hash; equal hashes are looked at again."""
-    mixed = rows.astype(np.uint64) @ np.random.default_rng(0).integers(1, 2**63, rows.shape[1], np.uint64)
-    _, first, kind = np.unique(mixed, return_index=True, return_inverse=True)
-    odd = np.flatnonzero((rows != rows[first[kind]]).any(1))
-    return np.concatenate([first, odd])
 
 
 def _chain(program: Program, chain: int) -> str:

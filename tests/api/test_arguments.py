@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.api import attention, backward, explain
-from dash_attn.api.arguments import wants_determinism
+from dash_attn.api import attention, backward, explain, flash_attn_func
+from dash_attn.api.arguments import check_torch, wants_determinism
 from dash_attn.api.backends import backend_for
-from dash_attn.api.hopper import HopperBackend
+from dash_attn.api.hopper import HopperBackend, _aligned
 from dash_attn.problem import Problem, tiles
 
 
@@ -34,7 +35,15 @@ def packed(**changes: Any) -> dict[str, Any]:
     return {"q": zeros(*PACKED), "k": zeros(*PACKED_K), "v": zeros(*PACKED_K), **changes}
 
 
-# What is wrong, the arguments, and words of the message.
+def cu(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls them a prototype
+    nested = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
+
+# The arguments, and words of the message. Each names the argument, what was given and what is accepted.
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(q=[1.0]), ["q must be a torch.Tensor", "list"]),
     (call(k=np.zeros(K)), ["k must be a torch.Tensor", "ndarray"]),
@@ -50,7 +59,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), ["k and v", "divides q's 4", "got 3"]),
     (call(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)), ["k and v", "divides q's 4", "got 0"]),
     (call(q=zeros(0, 8, 4, 16), k=zeros(0, 8, 2, 16), v=zeros(0, 8, 2, 16)), ["batch", "at least 1"]),
+    (call(q=zeros(*Q).to_sparse()), ["q must be a dense tensor", "torch.sparse_coo"]),
+    (call(q=nested), ["q must be a dense tensor", "packed", "nested"]),
+    (call(q=zeros(2, 8, 4, 0), k=zeros(2, 8, 2, 0), v=zeros(2, 8, 2, 0)), ["dim", "at least 1", "0"]),
+    (call(k=zeros(*K, dtype=torch.float16)), ["k", "dtype of q, torch.float32", "torch.float16"]),
     (call(scale=math.inf), ["scale", "finite", "inf"]),
+    (call(scale="small"), ["scale", "finite", "'small'"]),
+    (call(causal="no"), ["causal must be True, False or None", "'no'"]),
+    (call(window=5), ["window must be (left, right)", "5"]),
     (call(window=(1, 2, 3)), ["window must be (left, right)", "(1, 2, 3)"]),
     (call(window=(-2, 0)), ["window must be (left, right)", "-1 or None", "(-2, 0)"]),
     (call(window=(1.5, 0)), ["window", "whole number", "1.5"]),
@@ -62,8 +78,14 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(cu_seqlens=[0, 8]), ["cu_seqlens goes with packed", "(2, 8, 4, 16)"]),
     (call(cu_seqlens_k=[0, 8]), ["cu_seqlens_k", "without cu_seqlens"]),
     (packed(), ["cu_seqlens goes with packed", "cu_seqlens=None", "(8, 4, 16)"]),
-    (packed(cu_seqlens=torch.tensor([0.0, 8.0])), ["cu_seqlens", "integers", "float32"]),
-    (packed(cu_seqlens=torch.tensor([[0, 8]])), ["cu_seqlens", "one row", "(1, 2)"]),
+    (packed(cu_seqlens=torch.tensor([0.0, 8.0])), ["cu_seqlens", "one row of int32", "float32"]),
+    (packed(cu_seqlens=torch.tensor([0, 8])), ["cu_seqlens", "one row of int32", "torch.int64"]),
+    (packed(cu_seqlens=cu([[0, 8]])), ["cu_seqlens", "one row", "(1, 2)"]),
+    (packed(cu_seqlens=cu([0, 8]).to("meta")), ["cu_seqlens", "device of q, cpu", "meta"]),
+    (packed(cu_seqlens=cu([0, 8]), cu_seqlens_k=torch.tensor([0, 8])), ["cu_seqlens_k", "int32", "torch.int64"]),
+    (packed(cu_seqlens=cu([0, 5, 3, 8])), ["cu_seqlens", "never decrease", "[0, 5, 3, 8]"]),
+    (packed(cu_seqlens=[0.0, 8.0]), ["cu_seqlens", "list of whole numbers", "[0.0, 8.0]"]),
+    (packed(cu_seqlens=8), ["cu_seqlens", "list of whole numbers", "got 8"]),
     (packed(cu_seqlens=[0, 5, 3, 8]), ["cu_seqlens", "never decrease", "[0, 5, 3, 8]"]),
     (packed(cu_seqlens=[0, 5]), ["cu_seqlens", "end with the 8 tokens", "[0, 5]"]),
     (packed(cu_seqlens=[1, 8]), ["cu_seqlens", "begin with 0", "[1, 8]"]),
@@ -72,19 +94,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 9]), ["cu_seqlens_k", "8 tokens", "[0, 9]"]),
     (packed(cu_seqlens=[0, 8], k=zeros(9, 2, 16), v=zeros(9, 2, 16)), ["cu_seqlens_k is needed", "8", "9"]),
 ]
-
-
-def message_of(function: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception] = ValueError) -> str:
-    with pytest.raises(kind) as caught:
-        function(**arguments)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("function", [attention, explain], ids=lambda function: function.__name__)
-@pytest.mark.parametrize(("arguments", "words"), REFUSED, ids=lambda value: None)
-def test_refused(function: Callable[..., Any], arguments: dict[str, Any], words: list[str]) -> None:
-    message = message_of(function, arguments)
-    assert all(word in message for word in words), message
 
 
 def gradients_of(**changes: Any) -> dict[str, Any]:
@@ -100,6 +109,12 @@ REFUSED_BACKWARD: list[tuple[dict[str, Any], list[str]]] = [
     (gradients_of(dq=zeros(2, 8, 2, 16)), ["dq must have the shape of q"]),
     (gradients_of(dk=zeros(*K, dtype=torch.bfloat16)), ["dk must have the dtype of k"]),
     (gradients_of(dv=3), ["dv must be a torch.Tensor", "int"]),
+    (gradients_of(dq=zeros(*Q, device="meta")), ["dq must have the device of q, cpu", "meta"]),
+    (gradients_of(dq=zeros(1, 8, 4, 16).expand(*Q)), ["dq must have a place for every element", "(0, 64, 16, 1)"]),
+    (gradients_of() | {"dout": zeros(*Q, device="meta")}, ["dout must have the device of q, cpu", "meta"]),
+    (gradients_of() | {"lse": zeros(2, 4, 8, device="meta")}, ["lse must be", "on cpu", "on meta"]),
+    (gradients_of() | {"lse": zeros(2, 4, 8, 1)}, ["lse must be (batch, heads, seqlen) = (2, 4, 8)", "(2, 4, 8, 1)"]),
+    (gradients_of(deterministic=1), ["deterministic must be True, False or None", "got 1"]),
     (gradients_of(sm_margin=-1), ["sm_margin", "from 0", "-1"]),
     (gradients_of(policy="best"), ["policy must be auto"]),
     (gradients_of(cu_seqlens_q=[0, 8]), ["cu_seqlens_q goes with packed"]),
@@ -111,9 +126,33 @@ REFUSED_BACKWARD: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), REFUSED_BACKWARD, ids=lambda value: None)
-def test_backward_refused(arguments: dict[str, Any], words: list[str]) -> None:
-    message = message_of(backward, arguments)
+# Of the functions with FlashAttention's arguments; what both have in common with attention is above.
+REFUSED_FLASH: list[tuple[dict[str, Any], list[str]]] = [
+    (call(dropout_p=0.1), ["dropout_p was given (0.1)", "dropout 0"]),
+    (call(softcap=30.0), ["softcap was given (30.0)", "flex_attention"]),
+    (call(alibi_slopes=zeros(4)), ["alibi_slopes was given (a tensor)", "flex_attention"]),
+]
+
+
+def message_of(function: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        function(**arguments)
+    return str(caught.value)
+
+
+ROWS = [
+    *((function, *row, ValueError) for row in REFUSED for function in (attention, explain)),
+    (attention, call(deterministic="yes"), ["deterministic must be True, False or None", "'yes'"], ValueError),
+    *((backward, *row, ValueError) for row in REFUSED_BACKWARD),
+    *((flash_attn_func, *row, NotImplementedError) for row in REFUSED_FLASH),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "words", "kind"), ROWS, ids=lambda value: None)
+def test_refused(
+    function: Callable[..., Any], arguments: dict[str, Any], words: list[str], kind: type[Exception]
+) -> None:
+    message = message_of(function, arguments, kind)
     assert all(word in message for word in words), message
 
 
@@ -154,6 +193,26 @@ def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> No
         HopperBackend().tile_shape(Problem(1, 1, 1, 8, 8, dim, dtype))
 
 
+@pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu128", "1.13.1"])
+def test_a_torch_too_old_is_named(version: str) -> None:
+    assert f"torch {version} is too old" in message_of(check_torch, {"version": version}, NotImplementedError)
+
+
+@pytest.mark.parametrize("version", ["2.9.0", "2.10.0a0+git1234567", "2.13.0+cpu", "3.0"])
+def test_a_torch_new_enough(version: str) -> None:
+    check_torch(version)
+
+
+def test_what_bulk_loads_cannot_read_is_copied() -> None:
+    rows = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16)
+    wide = torch.zeros(2, 8, 4, 65, dtype=torch.bfloat16)
+    for fits in (rows, rows.transpose(1, 2), rows[:, ::2], torch.zeros(2, 8, 3, 4, 64).unbind(2)[1]):
+        assert _aligned(fits) is fits
+    for cannot in (wide[..., :64], rows.flatten()[1:65].view(1, 1, 1, 64), rows.mT, rows[:1].expand(2, -1, -1, -1)):
+        copy = _aligned(cannot)
+        assert copy is not cannot and copy.is_contiguous() and copy.data_ptr() % 16 == 0
+
+
 def test_other_devices_are_refused_by_attention() -> None:
     tensors = {name: zeros(1, 8, 2, 16, device="meta") for name in ("q", "k", "v")}
     assert "q is on meta" in message_of(attention, tensors, NotImplementedError)
@@ -166,8 +225,9 @@ def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> Non
     assert wants_determinism(None) and not wants_determinism(False)
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
     assert not wants_determinism(None) and wants_determinism(True)
-    torch.use_deterministic_algorithms(True)
     try:
-        assert wants_determinism(None)
+        for warn_only in (False, True):  # either way torch was asked
+            torch.use_deterministic_algorithms(True, warn_only=warn_only)
+            assert wants_determinism(None) and not wants_determinism(False)
     finally:
         torch.use_deterministic_algorithms(False)

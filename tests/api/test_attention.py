@@ -158,7 +158,7 @@ def test_packed(cu_q: list[int], cu_k: list[int] | None, causal: bool) -> None:
         lse,
         causal=causal,
         cu_seqlens_q=torch.tensor(cu_q, dtype=torch.int32),
-        cu_seqlens_k=None if cu_k is None else torch.tensor(cu_k),
+        cu_seqlens_k=None if cu_k is None else torch.tensor(cu_k, dtype=torch.int32),
     )
     assert not difference(grads, direct)
 
@@ -209,3 +209,21 @@ def test_explain() -> None:
     lines = str(said).splitlines()
     assert lines[0].split() == ["backend", "cpu"]
     assert any(line.split() == ["fingerprint", said.fingerprint] for line in lines)
+
+
+def test_identity_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = qkv(600)
+    said = explain(*tensors, causal=True)
+    same = [explain(*(x + 1 for x in tensors), causal=True), explain(*tensors, window=(None, 0))]
+    others = [
+        explain(*tensors),
+        explain(*tensors, causal=True, scale=0.1),
+        explain(*tensors, causal=True, policy="fa3"),
+        explain(*(x.bfloat16() for x in tensors), causal=True),
+        explain(*(x[:1] for x in tensors), causal=True),
+    ]
+    monkeypatch.setattr(torch, "__version__", "0")
+    others.append(explain(*tensors, causal=True))
+    assert all(other.identity == said.identity for other in same)
+    assert len({said.identity, *(other.identity for other in others)}) == 1 + len(others)
+    assert f"torch {torch.__version__}" in others[-1].software

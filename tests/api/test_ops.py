@@ -63,6 +63,19 @@ def test_opcheck(mask: Mask, cu: Tensor | None) -> None:
     torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
 
 
+def test_names_and_schemas_are_stable() -> None:
+    """Checkpointing policies, exported graphs and profiles of others hold them."""
+    posed = "SymInt left, SymInt right, SymInt[] documents, str tiles, float? scale"
+    cu = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+    assert str(torch.ops.dash_attn.forward.default._schema) == (
+        f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}) -> (Tensor, Tensor)"
+    )
+    assert str(torch.ops.dash_attn.backward.default._schema) == (
+        f"dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {cu}, {posed}, "
+        "str policy, bool? deterministic, SymInt sm_margin) -> (Tensor, Tensor, Tensor)"
+    )
+
+
 def test_an_operator_alone_does_not_pretend_to_have_a_gradient() -> None:
     out, _ = ops.forward(*(x.requires_grad_() for x in tensors()), None, None, *Posed.of(FULL, None))
     with pytest.raises(RuntimeError, match=r"dash_attn.*no autograd formula"):

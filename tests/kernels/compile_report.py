@@ -18,7 +18,6 @@ from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import PackageNotFoundError, files
 
-os.environ["CUTE_DSL_ARCH"] = "sm_90a"
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
 
 from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug
@@ -113,5 +112,10 @@ def report(kind: str, cfg: KernelConfig) -> dict:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(json.dumps(report(*config_of(name))), flush=True)
+    os.environ["CUTE_DSL_ARCH"] = "sm_90a"
+    # The compiler names the cubin it keeps after argument types alone and reads it back: two processes that compile
+    # different configs in one folder would get each other's.
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUTE_DSL_DUMP_DIR"] = folder
+        for name in sys.argv[1:]:
+            print(json.dumps(report(*config_of(name))), flush=True)

@@ -24,7 +24,7 @@ GROUPS = {
     f"{dim}-{dtype}-{kind}": [f"main,{dim},{dtype},{mask},{how}" for mask in MASKS]
     for dim in (64, 128)
     for dtype in DTYPES
-    for kind, how in {"last": "1,0", "postpass": f"1,{MANY_KEYS}", "any": "0,0"}.items()
+    for kind, how in {"last": "1,0", "postpass": f"1,{max(MANY_KEYS.values())}", "any": "0,0"}.items()
 }
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 SMEM_LIMIT = 232_448  # bytes one CTA may ask for on sm_90
 REGISTER_FILE = 65_536  # 32-bit registers of one SM
@@ -138,6 +139,7 @@ class KernelConfig:
         return self
 
 
+@lru_cache(maxsize=1024)
 def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0) -> KernelConfig:
     """The shipped config for a head dim, dtype, kind of mask and number of keys. Bits depend on the first three."""
     if dim not in HEAD_DIMS:

@@ -11,6 +11,7 @@ import torch
 
 from dash_attn.program import Program, Sequences
 
+from .cache import kernels
 from .config import COUNTER_WORDS, REPORT, KernelConfig
 
 LOG2_E = 1.4426950408889634
@@ -56,15 +57,15 @@ class DeviceTables:
         """One copy to the device; `rows` are the intervals of the mask's rows, or nothing where it needs none."""
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only take up an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
-        runs = np.pad(program.runs, ((0, max(0, 1 - len(program.runs))), (0, 1)))
-        parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]
-        flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32)).to(device)
+        runs = np.zeros((max(1, len(program.runs)), 8), np.int32)
+        runs[: len(program.runs), :7] = program.runs
+        parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]  # all of them int32
+        flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts])).to(device)
         views = [view.view(part.shape) for view, part in zip(flat.split([p.size for p in parts]), parts, strict=True)]
         return DeviceTables(*views[:5], bool((program.contributors == 0).any()), *views[5:])
 
 
-@dataclass(frozen=True, eq=False)
-class Workspace:
+class Workspace(NamedTuple):
     """fp32 side buffers, linear in tokens. Their content on entry does not matter, but for unordered sums."""
 
     lse2: torch.Tensor
@@ -76,12 +77,12 @@ class Workspace:
     def of(cfg: KernelConfig, q: torch.Tensor) -> Workspace:
         batch, seqlen, heads, _ = q.shape
         planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
-        f32 = dict(device=q.device, dtype=torch.float32)
+        rows, device = (planes, n_q * cfg.tile_m), q.device
         return Workspace(
-            lse2=torch.empty(planes, n_q * cfg.tile_m, **f32),
-            delta=torch.empty(planes, n_q * cfg.tile_m, **f32),
-            dq_sum=torch.empty(planes, n_q, 2, cfg.half_floats, **f32),
-            counters=torch.empty(planes, n_q, 2, COUNTER_WORDS, device=q.device, dtype=torch.int32),
+            lse2=torch.empty(rows, device=device, dtype=torch.float32),
+            delta=torch.empty(rows, device=device, dtype=torch.float32),
+            dq_sum=torch.empty((planes, n_q, 2, cfg.half_floats), device=device, dtype=torch.float32),
+            counters=torch.empty((planes, n_q, 2, COUNTER_WORDS), device=device, dtype=torch.int32),
         )
 
     @staticmethod
@@ -194,8 +195,6 @@ def launch(
     scale: float,
     debug: DebugBuffers | None = None,
 ) -> None:
-    from .cache import kernels
-
     prepare, main, finish = kernels(cfg)
     dout, q, k, v, out, lse = inputs
     lo = tables.contributors if tables.row_lo is None else tables.row_lo  # not read unless the mask is interval

@@ -1,0 +1,244 @@
+"""The forward on CUDA comes from a library: which one runs a problem, and how it is called.
+
+Providers are tried in the order of PROVIDERS: the first that is installed and takes the problem runs it.
+DASH_ATTN_FORWARD names one instead, read at every call; if that one cannot run it, nothing else does. All give out
+(batch, seqlen, heads, dim) and lse (batch, heads, seqlen), float32, natural logarithm, and none adds in an order that
+depends on time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib import import_module, metadata
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from dash_attn.problem import Documents, Problem
+
+VARIABLE = "DASH_ATTN_FORWARD"
+OWN_FORWARD = "call dash_attn.backward with out and lse of your own forward"
+
+Result = tuple[Tensor, Tensor]
+
+
+class Provider(Protocol):
+    """`missing` and `refuses` say in words why it cannot run here, or run a problem; None if it can."""
+
+    key: str
+
+    def label(self) -> str: ...
+
+    def missing(self) -> str | None: ...
+
+    def refuses(self, problem: Problem) -> str | None: ...
+
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result: ...
+
+
+class FlashAttention4:
+    key = "fa4"
+
+    def label(self) -> str:
+        return f"flash-attn-4 {metadata.version('flash-attn-4')}"
+
+    def missing(self) -> str | None:
+        return _fa4_missing()
+
+    def refuses(self, problem: Problem) -> str | None:
+        return None
+
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        mask = problem.mask
+        how: dict[str, Any] = {
+            "softmax_scale": problem.softmax_scale,
+            "causal": mask.right == 0,
+            "window_size_left": mask.left,
+            "window_size_right": None if mask.right == 0 else mask.right,
+            "return_lse": True,
+        }
+        if mask.documents is None:
+            out, lse, *_ = _fa4()(q, k, v, **how)
+            return out, lse
+        packing = packing_of(mask.documents, problem.batch, q.device)
+        out, lse, *_ = _fa4()(*(x.flatten(0, 1) for x in (q, k, v)), **packing._asdict(), **how)
+        return _unpacked(problem, out, lse)
+
+
+class CuDnn:
+    """cuDNN by way of torch, which shows it without windows and packing and aligns causal masks at the start."""
+
+    key = "cudnn"
+
+    def label(self) -> str:
+        number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+        return f"cudnn {number // 10000}.{number // 100 % 100}.{number % 100} (torch {torch.__version__})"
+
+    def missing(self) -> str | None:
+        found = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+        return None if found else "this torch has no cuDNN"
+
+    def refuses(self, problem: Problem) -> str | None:
+        mask = problem.mask
+        if not (mask.is_full or (mask.is_causal and problem.len_q == problem.len_k)):
+            return f"torch gives cuDNN full masks and, of equal lengths, causal ones, not {_shape(problem)}"
+        if min(problem.len_q, problem.len_k) == 1:
+            return "cuDNN wants more than one token"
+        return None
+
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, problem.mask.is_causal, False, scale=problem.softmax_scale
+        )
+        return out.transpose(1, 2), lse.reshape(problem.batch, problem.heads_q, problem.len_q)
+
+
+class TorchFlash:
+    """The flash kernel that torch is built with."""
+
+    key = "torch"
+
+    def label(self) -> str:
+        # Torch lets others stand in for its kernel. Ours only leads back to it.
+        active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+        by = "" if active in (None, "dash") else f", {active}"
+        return f"aten._flash_attention_forward (torch {torch.__version__}{by})"
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuses(self, problem: Problem) -> str | None:
+        right, lengths = problem.mask.right, _lengths(problem)
+        # It takes a right side as long as the keys for no limit at all, which is not so for queries before the first.
+        if right and right >= max(n for _, n in lengths) and any(m > n for m, n in lengths):
+            return f"torch's flash kernel drops a right side of {right} where there are more queries than keys"
+        return None
+
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        mask = problem.mask
+        how = {
+            "scale": problem.softmax_scale,
+            "window_size_left": -1 if mask.left is None else mask.left,
+            "window_size_right": -1 if mask.right is None else mask.right,
+        }
+        flash = torch.ops.aten._flash_attention_forward
+        if mask.documents is None:
+            lengths = (problem.len_q, problem.len_k)
+            out, lse, *_ = flash(q, k, v, None, None, *lengths, 0.0, mask.right == 0, False, **how)
+        else:
+            packing = packing_of(mask.documents, problem.batch, q.device)
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            out, lse, *_ = flash(*flat, *packing, 0.0, mask.right == 0, False, **how)
+            out, lse = _unpacked(problem, out, lse)
+        if has_empty_rows(problem):
+            lse = lse.masked_fill(lse == math.inf, -math.inf)  # what it says of a row that sees nothing
+        return out, lse
+
+
+PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), CuDnn(), TorchFlash())
+
+
+def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provider:
+    """Who runs a problem, or an error that says of each why not."""
+    if problem.mask.tiles is not None:
+        raise NotImplementedError(f"mask has tiles, for which there is no forward on GPUs: {OWN_FORWARD}")
+    if problem.softmax_scale <= 0:  # they take the largest score before they scale it
+        raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
+    asked = os.environ.get(VARIABLE)
+    keys = [provider.key for provider in providers]
+    if asked and asked not in keys:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(keys)}, or not set; got {asked!r}")
+    reasons = []
+    for provider in providers:
+        if asked and provider.key != asked:
+            continue
+        reason = provider.missing() or provider.refuses(problem)
+        if reason is None:
+            return provider
+        reasons.append(f"{provider.key}: {reason}")
+    if asked:
+        others = ", ".join(key for key in keys if key != asked)
+        raise NotImplementedError(f"{VARIABLE}={asked}, but {reasons[0]}. Unset it, or choose from {others}")
+    raise NotImplementedError(f"no forward on GPUs for {_shape(problem)} ({'; '.join(reasons)}): {OWN_FORWARD}")
+
+
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    """out and lse from whoever is chosen; rows that see nothing have out = 0 and lse = -inf."""
+    provider = choose(problem)
+    if not (q.numel() and k.numel()):
+        return q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    return provider.run(problem, q, k, v)
+
+
+class Packing(NamedTuple):
+    """Packed sequences as flash kernels take them; the field names are FlashAttention's."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@lru_cache(maxsize=256)
+def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
+    """Rows of a batch one behind the other, each with the same documents. Copied to the device once: a copy in every
+    call would make the host wait, and could not be captured in a CUDA graph."""
+    sides = (documents.cu_q, documents.cu_k)
+    starts = [[0, *(row * cu[-1] + end for row in range(batch) for end in cu[1:])] for cu in sides]
+    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32).to(device) for cu in starts)
+    max_q, max_k = (max(b - a for a, b in pairwise(cu)) for cu in sides)
+    return Packing(cu_q, cu_k, max_q, max_k)
+
+
+@lru_cache(maxsize=256)
+def has_empty_rows(problem: Problem) -> bool:
+    lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
+    return bool((lo == hi).any())
+
+
+def _unpacked(problem: Problem, out: Tensor, lse: Tensor) -> Result:
+    """(tokens, heads, dim) and (heads, tokens) of a whole batch, row by row again."""
+    shape = (problem.batch, problem.len_q, problem.heads_q)
+    return out.view(*shape, -1), lse.view(shape[2], *shape[:2]).transpose(0, 1).contiguous()
+
+
+def _lengths(problem: Problem) -> list[tuple[int, int]]:
+    cu = problem.mask.documents
+    if cu is None:
+        return [(problem.len_q, problem.len_k)]
+    return [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(cu.cu_q), pairwise(cu.cu_k), strict=True)]
+
+
+def _shape(problem: Problem) -> str:
+    return f"{problem.mask} of {problem.len_q} queries and {problem.len_k} keys"
+
+
+@lru_cache(maxsize=1)
+def _fa4_missing() -> str | None:
+    try:
+        installed = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return "flash-attn-4 is not installed (pip install 'dash-attn[cuda]')"
+    try:
+        taken = inspect.signature(_fa4()).parameters
+    except Exception as error:  # whatever its compiler's modules raise when versions do not fit
+        # Installed and broken is not the same as not installed: going on with another forward would change bits.
+        raise NotImplementedError(
+            f"flash-attn-4 {installed} is installed and cannot be imported ({error}): mend or remove it, or set "
+            f"{VARIABLE}=cudnn or torch"
+        ) from error
+    lacking = {"softmax_scale", "causal", "window_size_left", "return_lse", *Packing._fields} - set(taken)
+    return f"flash-attn-4 {installed} does not take {', '.join(sorted(lacking))}" if lacking else None
+
+
+@lru_cache(maxsize=1)
+def _fa4() -> Callable[..., Any]:
+    function: Callable[..., Any] = import_module("flash_attn.cute.interface")._flash_attn_fwd
+    return function

@@ -1,0 +1,238 @@
+"""scaled_dot_product_attention and varlen_attn of torch run dash_attn on CUDA, by torch's registry of flash kernels.
+
+    dash_attn.integrations.torch_sdpa.register()
+    torch.nn.attention.activate_flash_attention_impl("dash")
+    ...
+    torch.nn.attention.restore_flash_attention_impl()
+
+While it is active, what torch gives to its flash kernel comes here, and cuDNN is not chosen instead. What torch does
+not give to a flash kernel stays where it was: float32, for one, or an attn_mask.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from dash_attn.api import backward, ops
+from dash_attn.api.arguments import problem_of
+from dash_attn.api.ops import Posed
+
+NAME = "dash"
+
+# What the operators have a name for and we no kernel.
+WAY_OUT = {
+    "dropout_p": "train with attention dropout 0",
+    "return_debug_mask": "leave it False",
+    "alibi_slopes": "use rotary positions, or flex_attention with a score_mod",
+    "seqused_k": "leave unused tokens out of key, value and cu_seq_k",
+    "block_table": "gather key and value first: paged caches are for inference",
+}
+# Speed of the library's forward only.
+WITHOUT_EFFECT = ("num_splits",)
+
+inside = threading.local()
+
+
+def register() -> None:
+    """Make "dash" a name for torch.nn.attention.activate_flash_attention_impl. Nothing changes before that is called;
+    again does no harm."""
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no registry of flash kernels, torch 2.13 has: upgrade it, or call "
+            "dash_attn.flash_attn_func and flash_attn_varlen_func where your model calls scaled_dot_product_attention"
+        )
+    torch.nn.attention.register_flash_attention_impl(NAME, register_fn=install)
+
+
+@dataclass
+class Handle:
+    """What an activation changed, and how to undo it."""
+
+    library: Library
+    cudnn: bool
+
+    def remove(self) -> None:
+        self.library._destroy()  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn)
+
+
+def install(key: str = "CUDA") -> Handle:
+    """Put our functions in place of torch's flash kernel for a dispatch key."""
+    name = "aten::_flash_attention_forward"
+    original = (
+        torch.library.get_kernel(name, key) if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else None
+    )
+
+    def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # Our forward may come from torch's flash kernel itself: for that call its name must lead to what torch had.
+        if original is not None and getattr(inside, "ours", False):
+            return original.call_boxed(keyset, *args, **kwargs)
+        return flash_forward(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators|.*[Oo]verriding a previously registered")
+        library: Any = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+        library.impl("_flash_attention_forward", outer, key, with_keyset=True)
+        library.impl("_flash_attention_backward", flash_backward, key)
+        library.impl("_scaled_dot_product_flash_attention", sdpa_forward, key)
+        library.impl("_scaled_dot_product_flash_attention_backward", sdpa_backward, key)
+    handle = Handle(library, torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return handle
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    """(batch, seqlen, heads, dim), or packed (tokens, heads, dim): out, lse, and three that dropout would use."""
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others)
+    problem = problem_of(
+        query,
+        key,
+        value,
+        causal=is_causal,
+        window=(window_size_left, window_size_right),
+        boundaries={"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k},
+        mask=None,
+        scale=scale,
+    )
+    packed = query.ndim == 3
+    rows = (x.unsqueeze(0) if packed else x for x in (query, key, value))
+    inside.ours = True
+    try:
+        out, lse = ops.forward(*rows, None, None, *Posed.of(problem.mask, problem.scale))
+    finally:
+        inside.ours = False
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return _laid_out(out, query), lse, *_unused(query)
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    rng_state: Tensor,
+    unused: Tensor,
+    *,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse(dropout_p=dropout_p)
+    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            logsumexp,
+            causal=is_causal,
+            window=(window_size_left, window_size_right),
+            cu_seqlens_q=cum_seq_q,
+            cu_seqlens_k=cum_seq_k,
+            scale=scale,
+            deterministic=None,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            sm_margin=torch._C._get_sm_carveout_experimental() or 0,
+        )
+    return dq, dk, dv
+
+
+def sdpa_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor | int | None, ...]:
+    """(batch, heads, seqlen, dim)."""
+    _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    lengths = (query.shape[2], key.shape[2])
+    out, lse, *unused = flash_forward(q, k, v, None, None, *lengths, 0.0, is_causal, False, scale=scale)
+    return _laid_out(out.transpose(1, 2), query), lse, None, None, *lengths, *unused
+
+
+def sdpa_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    rest = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
+    grads = flash_backward(dout, q, k, v, o, logsumexp, None, None, *rest, scale=scale)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, given in arguments.items():
+        if name not in WITHOUT_EFFECT and given is not None and (isinstance(given, Tensor) or given):
+            way_out = WAY_OUT.get(name, "leave it out")
+            raise NotImplementedError(
+                f"{name} was given, for which dash_attn has no kernel: {way_out}, or call "
+                "torch.nn.attention.restore_flash_attention_impl() first"
+            )
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """With the strides that torch.compile was told to expect."""
+    if x.stride() == torch.empty_like(like, device="meta").stride():
+        return x
+    return torch.empty_like(like).copy_(x)
+
+
+def _unused(query: Tensor) -> tuple[Tensor, ...]:
+    """Random state and a debug mask, which nobody reads."""
+    state = (query.new_zeros(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return *state, query.new_empty(0)

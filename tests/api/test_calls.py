@@ -1,0 +1,91 @@
+"""Calls seen before are not checked again, and nothing that a check would refuse gets past it by that."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dash_attn
+from dash_attn.api import calls
+
+LENGTH = 24
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(LENGTH, heads, 8) for heads in (4, 2, 2))
+    how = {"causal": True, "cu_seqlens_q": [0, 10, LENGTH]}
+    out, lse = dash_attn.attention(q, k, v, causal=True, cu_seqlens=[0, 10, LENGTH], return_lse=True)
+    return {"dout": torch.ones_like(out), "q": q, "k": k, "v": v, "out": out, "lse": lse, **how, **changes}
+
+
+def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = dash_attn.backward(**arguments())
+    module = importlib.import_module("dash_attn.api.backward")
+    for name in ("problem_of", "check_like", "check_lse", "plan", "backend_for"):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("checked again"))
+    second = dash_attn.backward(**arguments())
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sm_margin": 0.0},
+        {"sm_margin": -1},
+        {"window": (3.0, 0)},
+        {"window": (3,)},
+        {"cu_seqlens_q": [0.0, 10.0, float(LENGTH)]},
+        {"cu_seqlens_q": torch.tensor([0, 10, LENGTH], dtype=torch.float32)},
+        {"cu_seqlens_q": torch.tensor([[0, 10, LENGTH]], dtype=torch.int32)},
+        {"cu_seqlens_q": [0, 10, LENGTH + 1]},
+        {"policy": "other"},
+        {"scale": float("nan")},
+        {"dq": torch.empty(LENGTH, 4, 9)},
+        {"dk": torch.empty(LENGTH, 4, 8)},
+        {"out": torch.empty(LENGTH, 4, 9)},
+        {"lse": torch.empty(LENGTH, 4)},
+        {"v": np.zeros((LENGTH, 2, 8), np.float32)},
+        {"q": None},
+    ],
+    ids=str,
+)
+def test_what_is_refused_stays_refused(changes: dict[str, Any]) -> None:
+    for window in (None, (3, 0)):
+        dash_attn.backward(**arguments(window=window))
+        dash_attn.backward(**arguments(window=window, cu_seqlens_q=torch.tensor([0, 10, LENGTH], dtype=torch.int32)))
+        dash_attn.backward(**arguments(window=window, dq=torch.empty(LENGTH, 4, 8)))
+    for _ in range(2):
+        with pytest.raises(ValueError):
+            dash_attn.backward(**arguments(**changes))
+
+
+def test_values_of_boundaries_count() -> None:
+    """The same tensor with other values is another problem."""
+    cu = torch.tensor([0, 10, LENGTH], dtype=torch.int32)
+    first = dash_attn.backward(**arguments(cu_seqlens_q=cu))
+    cu[1] = 12
+    second = dash_attn.backward(**arguments(cu_seqlens_q=cu))
+    assert not torch.equal(first.dk, second.dk)
+    again = dash_attn.backward(**arguments(cu_seqlens_q=[0, 10, LENGTH]))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_what_cannot_be_remembered_still_runs() -> None:
+    plain = dash_attn.backward(**arguments(window=(3, 0)))
+    listed = dash_attn.backward(**arguments(window=[3, 0]))
+    counted = dash_attn.backward(**arguments(window=(3, 0), cu_seqlens_q=np.array([0, 10, LENGTH])))
+    for other in (listed, counted):
+        assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "KEPT", 3)
+    calls._seen.clear()
+    for cut in range(1, 9):
+        dash_attn.backward(**arguments(cu_seqlens_q=[0, cut, LENGTH]))
+        assert len(calls._seen) <= 3

@@ -1,0 +1,145 @@
+"""Every forward that a Hopper GPU may have, CUDA graphs, and the operators under torch's machinery."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import dash_attn
+from dash_attn.api import ops
+from dash_attn.api.attention import Order
+from dash_attn.api.ops import Posed
+from dash_attn.problem import CAUSAL
+
+pytestmark = pytest.mark.gpu
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, **how: object) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = dash_attn.attention(*leaves, **how)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))]
+
+
+def gradient_of(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+
+
+def inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 700, heads, 64, device="cuda").bfloat16() for heads in (4, 2, 2)]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+FORWARDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (100, 0)},
+    "two-sided": {"window": (70, 20)},
+    "documents": {"cu_seqlens": [0, 200, 200, 473, 1000], "causal": True},
+}
+
+
+@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch"])
+@pytest.mark.parametrize("how", FORWARDS.values(), ids=FORWARDS)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (700, 1000), (1000, 700)], ids=str)
+def test_every_forward_agrees_with_the_cpu_and_repeats(
+    lengths: tuple[int, int], how: dict[str, object], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_ATTN_FORWARD", key)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, heads, 64).bfloat16() for n, heads in zip((*lengths, lengths[1]), (4, 2, 2), strict=True))
+    if "cu_seqlens" in how:
+        how = {**how, "cu_seqlens_k": [0, 100, 250, 473, lengths[1]]}
+        how["cu_seqlens"] = [*how["cu_seqlens"][:-1], lengths[0]]
+    else:
+        q, k, v = (x.unsqueeze(0).expand(2, -1, -1, -1) for x in (q, k, v))
+    on_gpu = [x.cuda() for x in (q, k, v)]
+    try:
+        assert dash_attn.explain(*on_gpu, **how).forward
+    except NotImplementedError as refused:
+        pytest.skip(str(refused))
+    want, want_lse = dash_attn.attention(*(x.float() for x in (q, k, v)), return_lse=True, **how)
+    first = dash_attn.attention(*on_gpu, return_lse=True, **how)
+    assert float((first[0].cpu().float() - want).norm() / want.norm()) < 1e-2
+    torch.testing.assert_close(first[1].cpu(), want_lse, atol=1e-2, rtol=1e-3)  # -inf where a row sees nothing
+    for _ in range(10):
+        again = dash_attn.attention(*on_gpu, return_lse=True, **how)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_documents_in_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1000, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    how = {"cu_seqlens": [0, 200, 473, 1000], "causal": True}
+    want = gradients(q, k, v, **how)  # also compiles and copies what a graph cannot
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    dout = gradient_of(q)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(dash_attn.attention(*leaves, **how), leaves, dout)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dash_attn.attention(*leaves, **how)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for _ in range(3):
+        for x in found:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_boundaries_on_the_gpu_cannot_be_captured() -> None:
+    q, k, v = (torch.randn(1000, 2, 64, device="cuda").bfloat16() for _ in range(3))
+    cu = torch.tensor([0, 473, 1000], dtype=torch.int32, device="cuda")
+    dash_attn.attention(q, k, v, cu_seqlens=cu)
+    with pytest.raises(NotImplementedError, match="cu_seqlens"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        dash_attn.attention(q, k, v, cu_seqlens=cu)
+
+
+def test_opcheck() -> None:
+    q, k, v = inputs()
+    plain = (None, None, *Posed.of(CAUSAL, None))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain))
+    out, lse = ops.forward(q, k, v, *plain)
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0))
+    torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
+
+
+def test_checkpointed_by_the_operators_name() -> None:
+    def keep(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = op is torch.ops.dash_attn.forward.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dash_attn.attention(q * 2, k, v, causal=True).sin()
+
+    found = []
+    for contexts in (None, partial(create_selective_checkpoint_contexts, keep)):
+        leaves = [x.requires_grad_() for x in inputs()]
+        chosen = {} if contexts is None else {"context_fn": contexts}
+        out = checkpoint(block, *leaves, use_reentrant=False, **chosen)
+        found.append([out.detach(), *torch.autograd.grad(out.float().sum(), leaves)])
+    leaves = [x.requires_grad_() for x in inputs()]
+    out = block(*leaves)
+    want = [out.detach(), *torch.autograd.grad(out.float().sum(), leaves)]
+    assert all(same(each, want) for each in found)
+
+
+@pytest.mark.parametrize("needed", [(0,), (1, 2)])
+def test_gradients_of_some(needed: tuple[int, ...]) -> None:
+    every = gradients(*inputs(), causal=True)[1:]
+    some = [x.requires_grad_(i in needed) for i, x in enumerate(inputs())]
+    out = dash_attn.attention(*some, causal=True)
+    out.backward(gradient_of(out))
+    for i, x in enumerate(some):
+        assert torch.equal(x.grad, every[i]) if i in needed else x.grad is None
