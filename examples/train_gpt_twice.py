@@ -187,7 +187,7 @@ def report(first: Run, second: Run, parted: tuple[int, list[str]] | None) -> str
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda if there is a Hopper GPU")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--length", type=int, help="tokens of a sequence; 1024 on the CPU, 4096 on a GPU")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("gpt_twice.png"))
