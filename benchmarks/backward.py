@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -108,35 +107,11 @@ def placed(cell: Cell, policy: str, folder: Path | None):
     return program, placement
 
 
-def time_all(calls: dict, budget_ms: float, rounds: int) -> dict[str, list[float]]:
-    """Microseconds per call, a sample a round."""
-    import torch
-
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    count: dict[str, int] = {}
-    for r in range(rounds + 1):
-        for name, call in calls.items():
-            if r == 0:
-                call()
-                call()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count.get(name, 1)):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            us = begin.elapsed_time(end) * 1e3 / count.get(name, 1)
-            if r == 0:
-                count[name] = max(2, min(40, int(budget_ms * 1e3 / rounds / us)))
-            else:
-                samples[name].append(us)
-    return samples
-
-
 def measure(cell: Cell, args: argparse.Namespace) -> dict:
     import torch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+    from dash_attn.bench.timing import Timing, time_all
     from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward
 
     p = cell.problem
@@ -177,12 +152,8 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict:
         except ValueError as error:
             failed[name] = str(error)
     timed = calls if args.peers else {name: call for name, call in calls.items() if not name.startswith("fa4")}
-    samples = time_all(timed, args.budget_ms, args.rounds)
-    row = {"cell": cell.name, "flops": cell.flops, "failed": failed, "deviation": worst, "us": {}}
-    for name, values in samples.items():
-        p20, p80 = np.percentile(values, [20, 80]).tolist()
-        row["us"][name] = {"median": statistics.median(values), "p20": p20, "p80": p80}
-    return row
+    us = time_all({name: [call] for name, call in timed.items()}, Timing(device, args.rounds, args.budget_ms))
+    return {"cell": cell.name, "flops": cell.flops, "failed": failed, "deviation": worst, "us": us}
 
 
 def line(row: dict) -> str:
