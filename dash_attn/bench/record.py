@@ -28,7 +28,7 @@ COLUMNS = ("suite", "cell", "variant", *SHAPE, *TIMES, "peak_bytes", "error", "s
 def environment(device: torch.device) -> Row:
     """What a reader needs to know to believe a number."""
     found: Row = {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
         "dash_attn": __version__,
@@ -43,6 +43,12 @@ def environment(device: torch.device) -> Row:
     else:
         found["threads"] = torch.get_num_threads()
     return found | {name: _version(name) for name in PACKAGES}
+
+
+def command() -> str:
+    program = Path(sys.argv[0])
+    name = "python -m dash_attn.bench" if program.name == "__main__.py" else program.name
+    return " ".join([name, *sys.argv[1:]])
 
 
 def gpu_now(device: torch.device) -> str | None:
