@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
@@ -27,9 +28,13 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:
-    kind, dim, dtype, mask, ordered, keys, *debug = name.split(",")
+    """kind,dim,dtype,mask,ordered,keys and perhaps debug or field=value."""
+    kind, dim, dtype, mask, ordered, keys, *more = name.split(",")
     cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
-    return kind, with_debug(cfg) if debug else cfg
+    if more == ["debug"]:
+        return kind, with_debug(cfg)
+    changes = {field: int(value) for field, _, value in (x.partition("=") for x in more)}
+    return kind, replace(cfg, **changes)
 
 
 def disassembler() -> str | None:

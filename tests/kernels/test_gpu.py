@@ -91,11 +91,12 @@ def inside_nan(t: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_bits_do_not_follow_placement_finish_or_split(dim):
+def test_bits_do_not_follow_placement_finish_split_or_ahead(dim):
     problem = Problem(2, 4, 4, 1024, 1024, dim, mask=CAUSAL)
     case, cfg = Case.make(problem), config_of(problem)
     results = []
-    for each in (cfg, dataclasses.replace(cfg, finish="postpass"), dataclasses.replace(cfg, split=not cfg.split)):
+    changes = ({}, {"finish": "postpass"}, {"split": not cfg.split}, {"ahead": not cfg.ahead})
+    for each in (dataclasses.replace(cfg, **change) for change in changes):
         for workers in (sms(), sms() - 4, sms() - 16, 17):
             results.append(case.run(each, tables_of(problem, cfg, "spt", workers)))
     assert all(same(other, results[0]) for other in results[1:])

@@ -47,6 +47,7 @@ class KernelConfig:
     split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
+    ahead: bool = False  # consumers compute the next task's scores under this one's gradients (see ahead.py)
     soft_exp: int = 0  # every n-th exponential by a polynomial; none as long as it is not measured to help
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps

@@ -37,17 +37,23 @@ class Consumer:
             cta.bars.wait("k_full", 0, i & 1)
             dk.fill(0.0)
             dv.fill(0.0)
-            done = Int32(0)
             if cta.views.info[0, i & 1] == 0:
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
-                done = Int32(1)
-            while done == 0:
-                flags = self.task(gemms, (dk, dv), task, task + i)
-                task, done = task + 1, flags & ENDS
+            else:
+                task = self.chain(gemms, (dk, dv), task, i)
             self.hand_over_dk(gemms, dk)
             self.hand_over_dv(gemms, dv, task + i)
+
+    @cute.jit
+    def chain(self, gemms, grads, task, i):
+        """The tasks of chain i, of which there is one at least; the number of the task after them."""
+        done = Int32(0)
+        while done == 0:
+            done = self.task(gemms, grads, task, task + i) & ENDS
+            task = task + 1
+        return task
 
     @cute.jit
     def task(self, gemms, grads, task, entry):
@@ -62,7 +68,7 @@ class Consumer:
         flags = flags_of(cta, entry)
         s = gemms.score_acc()
         gemms.issue_s(s, stage)
-        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m)
+        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m // 8)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
@@ -76,7 +82,7 @@ class Consumer:
             mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
         p16 = gemms.as_operand(s)
         # (3) dS
-        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m)
+        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m // 8)
         warpgroup.wait_group(0)
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
+from .ahead import AheadConsumer
 from .bundles import Barriers, Cta, Debug, Facts, Layouts, Streams, Tables, Views, smem_struct
 from .config import KernelConfig
 from .consumer import Consumer
@@ -88,7 +89,7 @@ class BackwardSm90:
                 DkWriter(cta).run()
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
-            Consumer(cta).run()
+            (AheadConsumer if cfg.ahead else Consumer)(cta).run()
 
 
 def rows_first(t):
