@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"simulate", "cpu", "kernels"}),
     frozenset({"plan"}),
     frozenset({"api"}),
-    frozenset({"integrations"}),
+    frozenset({"integrations", "trace"}),
     frozenset({"viz"}),
     frozenset({"cli"}),
 )

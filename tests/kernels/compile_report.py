@@ -1,6 +1,6 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys and, for a debug build, ",debug".
+An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys and, for another build, ",debug" or ",trace".
     python tests/kernels/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
 
@@ -20,16 +20,16 @@ from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
 
-from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug
+from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug, with_trace
 
 # Address, perhaps a predicate, opcode.
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:
-    kind, dim, dtype, mask, ordered, keys, *debug = name.split(",")
+    kind, dim, dtype, mask, ordered, keys, *build = name.split(",")
     cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
-    return kind, with_debug(cfg) if debug else cfg
+    return kind, {"debug": with_debug, "trace": with_trace}[build[0]](cfg) if build else cfg
 
 
 def disassembler() -> str | None:
