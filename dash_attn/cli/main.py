@@ -330,6 +330,37 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("trace")
+def trace_command(
+    file: Annotated[
+        Path | None, typer.Argument(help="what python -m dash_attn.trace wrote; without it, trace here")
+    ] = None,
+    mask: MaskArg = "causal",
+    policy: PolicyArg = "auto",
+    seqlen: Annotated[int, typer.Option("--seqlen", help="tokens of a sequence")] = 4096,
+    heads: Heads = 16,
+    kv_heads: KvHeads = None,
+    batch: Batch = 4,
+    headdim: Annotated[int, typer.Option("--headdim", help="columns of a head")] = 128,
+    html: Annotated[Path | None, typer.Option("--html", help="interactive page, measured over simulated")] = None,
+    perfetto: Annotated[Path | None, typer.Option("--perfetto", help="trace for ui.perfetto.dev")] = None,
+    save_to: Annotated[Path | None, typer.Option("--save", help="keep the events in a file")] = None,
+    as_json: Json = False,
+) -> None:
+    """What the GPU really did: every task of one backward in time, SM by SM, with stalls and bubbles summed."""
+    from dash_attn.cli.trace import obtain, print_trace, show_trace
+
+    trace = obtain(file, (batch, heads, kv_heads, seqlen, headdim, mask), policy)
+    facts = show_trace(trace, html, perfetto, save_to)
+    if as_json:
+        emit(facts)
+        return
+    print_trace(facts)
+    for path in (html, perfetto, save_to):
+        if path is not None:
+            typer.echo(f"wrote {path}")
+
+
 @app.callback(invoke_without_command=True)
 def top(
     context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False

@@ -45,8 +45,7 @@ class Rows:
 @dataclass(frozen=True, eq=False)
 class Measured:
     """Times in microseconds. `task[name]` per task in the program's order, `chain[name]` per chain in placement order
-    (names of STAMPS; of a chain "begun" is the end of its last task, "staged" its end). `waits`: before the first task
-    of each chain, since the chain before it ended or the worker began."""
+    (names of STAMPS; of a chain "begun" is the end of its last task, "staged" its end)."""
 
     trace: Trace
     sm: Longs  # of each worker
@@ -54,10 +53,11 @@ class Measured:
     rows: Rows
     task: dict[str, Floats]
     chain: dict[str, Floats]
+    split: bool  # each writer served one half of every tile
 
     @property
     def makespan(self) -> float:
-        return max(float(times[name].max(initial=0.0)) for times in (self.task, self.chain) for name in ("landed",))
+        return max(float(times["landed"].max(initial=0.0)) for times in (self.task, self.chain))
 
     @property
     def granted(self) -> Floats:
@@ -118,7 +118,7 @@ def measured(trace: Trace) -> Measured:
         for name in ("turn", "landed"):
             by_task[name] = np.maximum(by_task[name], tasks[:, stamp[f"{name} 1"]])
         by_chain["landed"] = np.maximum(by_chain["landed"], chains[:, stamp["landed 1"]])
-    return Measured(trace, head["sm"], (head["time"] - origin) / 1e3, rows, by_task, by_chain)
+    return Measured(trace, head["sm"], (head["time"] - origin) / 1e3, rows, by_task, by_chain, split)
 
 
 def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:

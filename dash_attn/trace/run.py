@@ -1,6 +1,6 @@
 """Trace one backward on a Hopper GPU. Needs torch and the kernel compiler, nothing else of the package's dependencies.
 
-    python -m dash_attn.trace --out events.npz --batch 4 --seqlen 4096 --heads 16 --headdim 128 --causal
+python -m dash_attn.trace --out events.npz --batch 4 --seqlen 4096 --heads 16 --headdim 128 --causal
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ def test_times_are_those_of_the_run(mask: str, workers: int, split: bool) -> Non
     program = program_of(mask)
     found = measured(synthetic(program, workers, MODEL, split=split))
     line, same = timeline(found), simulate(program, workers, MODEL).timeline
-    assert len(line) == len(same) or split
     for role in ROLES:
         assert line.total(role) == pytest.approx(same.total(role), rel=1e-3, abs=0.5)
     order = np.arange(program.num_tasks)  # compute events come first, in task order
@@ -48,7 +47,9 @@ def test_shares_add_up(policy: str) -> None:
     sums, model = shares(found), simulate(program, 12, MODEL, record=False)
     parts = sums.compute + sums.slots + sums.loads + sums.edges + sums.idle
     assert parts == pytest.approx(sums.whole, rel=1e-3)
-    assert sums.compute == pytest.approx((MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3)
+    assert sums.compute == pytest.approx(
+        (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3
+    )
     assert sums.slots == pytest.approx(model.blocked, rel=1e-2, abs=1.0)
     assert sums.turns == pytest.approx(model.stall, rel=1e-2, abs=1.0)
 
