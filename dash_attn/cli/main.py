@@ -47,7 +47,9 @@ TileArg = Annotated[str, typer.Option("--tile", help="tile shape QUERIESxKEYS, w
 Workers = Annotated[
     int | None, typer.Option("--workers", help="co-resident workers (default: kv tiles, or 132 SMs with --seqlen)")
 ]
-ModelArg = Annotated[str, typer.Option("--model", help="paper or machine")]
+ModelArg = Annotated[
+    str, typer.Option("--model", help="paper, machine, or fitted to a GPU: h200, h200:64 (head dim 64)")
+]
 Compute = Annotated[float | None, typer.Option("--compute", help="time of a task's compute")]
 Reduce = Annotated[float | None, typer.Option("--reduce", help="time of a task's reduction")]
 PolicyArg = Annotated[
@@ -359,6 +361,28 @@ def trace_command(
     for path in (html, perfetto, save_to):
         if path is not None:
             typer.echo(f"wrote {path}")
+
+
+@app.command("calibrate")
+def calibrate_command(
+    files: Annotated[list[Path], typer.Argument(help="benchmark results (.json) and traces (.npz) of one GPU")],
+    out: Annotated[Path | None, typer.Option("--out", help="write the fitted model, as JSON")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the machine model to measured times, and say how well it predicts and ranks."""
+    from dash_attn.cli.calibrate import facts_of, print_calibration
+    from dash_attn.trace.calibrate import calibrate, read_samples
+
+    with working("fitting"):
+        found = calibrate(read_samples(files))
+    if out is not None:
+        out.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        emit(facts_of(found))
+        return
+    print_calibration(found)
+    if out is not None:
+        typer.echo(f"wrote {out}")
 
 
 @app.callback(invoke_without_command=True)
