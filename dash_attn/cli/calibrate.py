@@ -46,8 +46,10 @@ def print_calibration(found: Calibration) -> None:
         times = ", ".join(f"{name} {value:g}" for name, value in call["machine"].items())
         console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
     count, losses = len(found.cells), [c.auto_loss for c in found.cells if c.auto_loss is not None]
+    errors = [c.auto_error for c in found.cells if c.auto_error is not None]
     console().print(
-        f"predicted within {WITHIN:.0%} in {found.predicted} of {count} cells; policies more than {LEVEL:.0%} apart "
+        f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
+        f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
         f"ranked as measured in {found.ranked}; auto within {LEVEL:.0%} of the best measured in "
         f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}"
     )

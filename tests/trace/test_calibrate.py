@@ -84,7 +84,8 @@ def test_what_counts_as_ranked() -> None:
     assert not cell(("a", 100, 90), ("b", 110, 80)).ranked
     assert cell(("a", 100, 90), ("b", 110, 95), ("c", 200, 140)).worst == pytest.approx(-0.3)
     assert cell(("a", 110, 1), ("b", 100, 1)).auto_loss == pytest.approx(0.1)
-    assert cell(("b", 100, 1)).auto_loss is None
+    assert cell(("b", 100, 1)).auto_loss is None and cell(("b", 100, 1)).auto_error is None
+    assert cell(("a", 110, 99)).auto_error == pytest.approx(-0.1)
 
 
 @pytest.mark.parametrize("policy", ["auto", "fa3"])
