@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -37,7 +36,10 @@ from dash_attn.verify import verify
 
 WORKERS = 132
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-ORDERS = {"full": ("shift:64", "fa3"), "causal": ("symmetric_shift:64", "diagonal:64", "spt")}
+ORDERS = {  # first what policy="auto" takes, then the others that apply
+    "full": ("shift:64", "fa3", "spt", "descending", "search:64"),
+    "causal": ("symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
+}
 
 
 @dataclass(frozen=True)
@@ -105,35 +107,11 @@ def placed(cell: Cell, policy: str, folder: Path | None):
     return program, placement
 
 
-def time_all(calls: dict, budget_ms: float, rounds: int) -> dict[str, list[float]]:
-    """Microseconds per call, a sample a round."""
-    import torch
-
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    count: dict[str, int] = {}
-    for r in range(rounds + 1):
-        for name, call in calls.items():
-            if r == 0:
-                call()
-                call()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count.get(name, 1)):
-                call()
-            end.record()
-            torch.cuda.synchronize()
-            us = begin.elapsed_time(end) * 1e3 / count.get(name, 1)
-            if r == 0:
-                count[name] = max(2, min(40, int(budget_ms * 1e3 / rounds / us)))
-            else:
-                samples[name].append(us)
-    return samples
-
-
 def measure(cell: Cell, args: argparse.Namespace) -> dict:
     import torch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+    from dash_attn.bench.timing import Timing, time_all
     from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward
 
     p = cell.problem
@@ -174,12 +152,8 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict:
         except ValueError as error:
             failed[name] = str(error)
     timed = calls if args.peers else {name: call for name, call in calls.items() if not name.startswith("fa4")}
-    samples = time_all(timed, args.budget_ms, args.rounds)
-    row = {"cell": cell.name, "flops": cell.flops, "failed": failed, "deviation": worst, "us": {}}
-    for name, values in samples.items():
-        p20, p80 = np.percentile(values, [20, 80]).tolist()
-        row["us"][name] = {"median": statistics.median(values), "p20": p20, "p80": p80}
-    return row
+    us = time_all({name: [call] for name, call in timed.items()}, Timing(device, args.rounds, args.budget_ms))
+    return {"cell": cell.name, "flops": cell.flops, "failed": failed, "deviation": worst, "us": us}
 
 
 def line(row: dict) -> str:
@@ -202,12 +176,24 @@ def summary(rows: list[dict]) -> str:
     def ours(row: dict) -> list[float]:
         return [us["median"] for name, us in row["us"].items() if name.partition(":")[0] in POLICIES]
 
+    def unordered(row: dict) -> float:
+        return next(us["median"] for name, us in row["us"].items() if name.startswith("any"))
+
     text = []
     for label, pick in (("first order", lambda row: ours(row)[0]), ("best order", lambda row: min(ours(row)))):
         worst = min(rows, key=lambda row: row["us"]["fa4 det"]["median"] / pick(row))
         text.append(
             f"{label}: geometric mean {mean('fa4 det', pick):.3f}x fa4 det, {mean('fa4', pick):.3f}x fa4; worst "
             f"{worst['us']['fa4 det']['median'] / pick(worst):.3f}x fa4 det at {worst['cell']}"
+        )
+    priced = [row for row in rows if any(name.startswith("any") for name in row["us"])]
+    if priced:
+        price = {row["cell"]: ours(row)[0] / unordered(row) - 1 for row in priced}
+        worst_cell = max(price, key=price.__getitem__)
+        average = float(np.mean(list(price.values())))
+        text.append(
+            f"price of determinism (first order against our own unordered sums): mean {average:+.1%}, "
+            f"worst {price[worst_cell]:+.1%} at {worst_cell}"
         )
     return "\n".join(text)
 

@@ -101,6 +101,7 @@ def idle_kernels() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         replace = lambda where, what, by: stack.enter_context(mock.patch.object(where, what, by))  # noqa: E731
         replace(launch, "kernels", lambda cfg: Kernels(nothing, nothing, nothing))
+        replace(launch, "on_default_stream", lambda device: True)
         for module in (launch, hopper):
             replace(module, "resident_workers", lambda device: WORKERS)
         module = importlib.import_module("dash_attn.api.backward")

@@ -304,6 +304,70 @@ def explain(
         console().print(fact_table(facts, f"{batch} x {seqlen} tokens, {heads} heads"))
 
 
+# Their options are read by argparse, which also serves machines that have torch and nothing else.
+PASSED_ON: dict[str, Any] = {
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+
+
+@app.command(**PASSED_ON)
+def bench(context: typer.Context) -> None:
+    """Time the backward beside its peers: the paper's figures and tables (bench --help)."""
+    from dash_attn.bench.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command(**PASSED_ON)
+def audit(context: typer.Context) -> None:
+    """Repeat a backward under stress and compare every bit (audit --help)."""
+    from dash_attn.bench.audit.command import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+@app.command("plot")
+def plot_command(
+    results: Annotated[list[Path], typer.Argument(help="files written by bench; those of one suite share a picture")],
+    out: Annotated[Path, typer.Option("--out", help="folder to write to")] = Path("figures"),
+    dark: Annotated[bool, typer.Option("--dark", help="for dark pages")] = False,
+    kind: Annotated[str, typer.Option("--format", help="png or svg")] = "png",
+    as_json: Json = False,
+) -> None:
+    """Draw results: throughput, price of determinism, memory, blocks, deviations."""
+    from dash_attn.viz.results import plot
+
+    paths = [str(path) for path in plot(results, out, dark=dark, kind=kind)]
+    if as_json:
+        emit(paths)
+    else:
+        typer.echo("\n".join(f"wrote {path}" for path in paths))
+
+
+@app.command()
+def paper(
+    results: Annotated[list[Path], typer.Argument(help="files written by bench")],
+    out: Annotated[Path, typer.Option("--out", help="page to write")] = Path("paper.md"),
+    figures: Annotated[Path, typer.Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
+    html: Annotated[Path | None, typer.Option("--html", help="only one self-contained web page, to this file")] = None,
+) -> None:
+    """The paper's figures and tables beside measured ones: a page with pictures, light and dark."""
+    if html is not None:
+        from dash_attn.viz.evidence import evidence
+
+        typer.echo(f"wrote {evidence(results, html)}")
+        return
+    from dash_attn.bench.paper import page
+    from dash_attn.viz.results import gathered, plot
+
+    text = page(gathered(results), figures.as_posix())
+    for dark in (False, True):
+        plot(results, out.parent / figures, dark=dark)
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {out} and its pictures")
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", help="report to write")] = Path("report.html"),

@@ -30,7 +30,8 @@ def obtain(file: Path | None, problem: tuple[int, int, int | None, int, int, str
 def show_trace(trace: Trace, page: Path | None, perfetto: Path | None, keep: Path | None) -> dict[str, Any]:
     """Write what is asked for; returns the facts."""
     from dash_attn.trace.fit import fit_trace
-    from dash_attn.trace.measured import measured, shares, simulated, timeline
+    from dash_attn.trace.measured import measured, shares
+    from dash_attn.trace.timelines import simulated, timeline
     from dash_attn.viz import Section, report
     from dash_attn.viz import perfetto as write_perfetto
     from dash_attn.viz.chart import Chart

@@ -29,8 +29,8 @@ def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any
         "fingerprint": program.fingerprint,
     }
     with open(path, "wb") as file:
-        arrays = {name: getattr(program, name) for name in TABLES}
-        np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays, **(extra or {}))
+        arrays: dict[str, Any] = {name: getattr(program, name) for name in TABLES} | dict(extra or {})
+        np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
 
 
 def load(path: str | Path) -> Program:

@@ -37,7 +37,12 @@ def without_idle(placement: Sequences) -> Sequences:
 def save_trace(trace: Trace, path: str | Path) -> None:
     """A program file with the events beside the tables: `dash-attn verify` reads it too."""
     first, chains = trace.placement.first, trace.placement.chains
-    extra = {EVENTS: trace.events, FIRST: first, CHAINS: chains, FACTS: np.array(json.dumps(trace.facts))}
+    extra: dict[str, npt.NDArray[Any]] = {
+        EVENTS: trace.events,
+        FIRST: first,
+        CHAINS: chains,
+        FACTS: np.array(json.dumps(trace.facts)),
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save(trace.program, path, extra)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dash_attn.kernels.sm90.launch import Grads, Inputs, Workspace, backward, re
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tiling import TileShape
+from dash_attn.trace.measured import measured, shares
 from dash_attn.trace.record import Trace, save_trace, without_idle
 
 REPEATS = 7
@@ -68,13 +70,13 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     return Trace(planned.program, without_idle(placement(planned, workers)), events, facts)
 
 
-def timed(call) -> dict[str, float]:  # type: ignore[no-untyped-def]
+def timed(call: Callable[[], object]) -> dict[str, float]:
     """Whole calls without tracing, and what is not the main kernel in them: the microseconds of each."""
     from torch.profiler import ProfilerActivity, profile
 
     samples = []
     for repeat in range(REPEATS + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         call()
         end.record()
@@ -114,4 +116,6 @@ def main(arguments: list[str] | None = None) -> None:
     save_trace(trace, args.out)
     took = ", ".join(f"{name} {us:.1f}" for name, us in trace.facts["us"].items())
     print(f"wrote {args.out}: {trace.program.num_tasks} tasks on {len(trace.events)} workers")
+    for name, _, share in shares(measured(trace)).table():
+        print(f"{name:8} {share:6.1%} of the SMs' time")
     print(f"microseconds without tracing: {took}; same bits with it: {trace.facts['same_bits']}")

@@ -23,7 +23,16 @@ from dash_attn.viz import palette
 from dash_attn.viz.chart import Chart, Source, charts, lanes
 from dash_attn.viz.palette import ColourBy
 
-NUMBER = re.compile(r"[-+−]?\d[\d.,]*( ?[%×x]| ?[a-zµ]{1,5})?")
+NUMBER = re.compile(r"-|[-+−]?\d[\d.,]*(e[-+]?\d+)?( ?[%×x]| ?[a-zµ]{1,5})?")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The same in PNG for light and for dark pages."""
+
+    light: bytes
+    dark: bytes
+    says: str
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Section:
     text: str = ""
     table: Sequence[Sequence[object]] = ()
     charts: Sequence[Source] = ()
+    pictures: Sequence[Picture] = ()
 
 
 def html(
@@ -116,11 +126,20 @@ def _pack(each: Chart) -> dict[str, object]:
 def _section(section: Section, drawn: Sequence[tuple[int, Chart]]) -> str:
     parts = [f"<h2>{escape(section.heading)}</h2>"] if section.heading else []
     parts += [f"<p>{escape(text.strip())}</p>" for text in section.text.split("\n\n") if text.strip()]
+    parts += [_picture(each) for each in section.pictures]
     if section.table:
         parts.append(_table(section.table))
     if drawn:
         parts.append(f'<div class="group">{"".join(_figure(number, each) for number, each in drawn)}</div>')
     return f"<section>{''.join(parts)}</section>"
+
+
+def _picture(each: Picture) -> str:
+    light, dark = (f"data:image/png;base64,{base64.b64encode(x).decode()}" for x in (each.light, each.dark))
+    return (
+        f'<div class="scroll"><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{escape(each.says, quote=True)}"></picture></div>'
+    )
 
 
 def _figure(number: int, each: Chart) -> str:

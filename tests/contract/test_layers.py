@@ -23,14 +23,15 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"simulate", "cpu", "kernels"}),
     frozenset({"plan"}),
     frozenset({"api"}),
+    frozenset({"bench"}),
     frozenset({"integrations", "trace"}),
     frozenset({"viz"}),
     frozenset({"cli"}),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-# These stand above every layer: they may import all, and only the command line may import them.
+# These stand above every layer: they may import all, and only the command line and the benchmarks may import them.
 TOP = frozenset({"__init__", "__main__"})
-MAY_IMPORT_TOP = frozenset({"cli"})
+MAY_IMPORT_TOP = frozenset({"bench", "cli"})
 
 WITHOUT_TORCH = frozenset({"jit", "problem", "tiling", "schedule", "program", "verify", "timeline", "simulate"})
 # Beside these, any module named replay.py may import numba.

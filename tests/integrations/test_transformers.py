@@ -159,7 +159,9 @@ def test_packed_if_a_model_keeps_position_ids_to_itself() -> None:
     mask = create_causal_mask(model.config, embeds, None, None, positions(10, 23)[None])
     q, k, v = (torch.randn(1, 2, LENGTH, 16) for _ in range(3))
     by_mask = attention_forward(nn.Identity(), q, k, v, mask)[0]
-    by_ends = attention_forward(nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 10, 33]))[0]
+    by_ends = attention_forward(
+        nn.Identity(), q, k, v, None, cu_seq_lens_q=torch.tensor([0, 10, 33], dtype=torch.int32)
+    )[0]
     assert torch.equal(by_mask, by_ends)
     assert not torch.equal(by_mask, attention_forward(nn.Identity(), q, k, v, None)[0])
 
@@ -202,7 +204,7 @@ def test_several_queries_on_a_cache(name: str) -> None:
             torch.testing.assert_close(both, whole, atol=1e-5, rtol=1e-4)
 
 
-def weights_after(name: str, steps: int = 5, **changes: Any) -> list[Tensor]:
+def weights_after(name: str, steps: int = 20, **changes: Any) -> list[Tensor]:
     model = build(name, **changes).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mask = padded("right")
@@ -385,7 +387,9 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_example() -> None:
+    pytest.importorskip("accelerate")
     command = [sys.executable, str(ROOT / "examples/hf_finetune.py"), "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "identical: all 21 tensors, bit for bit, after 2 steps" in done.stdout

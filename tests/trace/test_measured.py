@@ -11,8 +11,9 @@ import pytest
 from dash_attn.program import load, save
 from dash_attn.simulate import Machine, simulate
 from dash_attn.timeline import ROLES
-from dash_attn.trace.measured import measured, shares, simulated, timeline
+from dash_attn.trace.measured import measured, shares
 from dash_attn.trace.record import load_trace, save_trace
+from dash_attn.trace.timelines import simulated, timeline
 from tests.trace.synthetic import program_of, synthetic
 
 MODEL = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)

@@ -16,7 +16,10 @@ from PIL import Image
 
 from dash_attn.simulate import Machine, Simulation
 from dash_attn.viz import Section, report
+from dash_attn.viz.evidence import evidence
+from dash_attn.viz.results import OURS
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless",
@@ -125,16 +128,33 @@ def test_screenshot(simulations, tmp_path: Path, name: str, scheme: int) -> None
     assert (image[2, 2] > 200) == (name == "light")
 
 
-def test_fits_a_phone(simulations, tmp_path: Path) -> None:
-    """No sideways scrolling at 390 pixels: in a frame, since a browser window cannot be that narrow."""
-    page = page_of(simulations, tmp_path / "report.html")
+def fits_a_phone(page: Path, folder: Path) -> tuple[str, ...]:
+    """(width of the content, of the window, charts drawn) at 390 pixels: in a frame, since a browser window cannot be
+    that narrow."""
     check = "((d) => parent.postMessage([d.scrollWidth, innerWidth, d.dataset.ready], '*'))(document.documentElement)"
     page.write_text(page.read_text().replace("</body>", f"<script>setTimeout(() => {check}, 3000)</script></body>"))
-    frame = tmp_path / "phone.html"
+    frame = folder / "phone.html"
     frame.write_text(
-        '<iframe src="report.html" width="390" height="800" style="border:0"></iframe><pre id="seen"></pre>'
+        f'<iframe src="{page.name}" width="390" height="800" style="border:0"></iframe><pre id="seen"></pre>'
         "<script>onmessage = (e) => document.getElementById('seen').textContent = e.data.join(' ')</script>"
     )
-    found = re.search(r'<pre id="seen">(\d+) (\d+) (\d+)</pre>', browse(frame, tmp_path, "--dump-dom"))
+    found = re.search(r'<pre id="seen">(\d+) (\d+) (\d+)</pre>', browse(frame, folder, "--dump-dom"))
     assert found is not None
-    assert found.groups() == ("390", "390", "3")
+    return found.groups()
+
+
+def test_fits_a_phone(simulations, tmp_path: Path) -> None:
+    assert fits_a_phone(page_of(simulations, tmp_path / "report.html"), tmp_path) == ("390", "390", "3")
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("light", 1), ("dark", 0)])
+def test_the_page_of_results_shows_its_pictures(tmp_path: Path, name: str, scheme: int) -> None:
+    page = evidence(sorted(RESULTS.glob("backward_h200_2026-11-15_d*.json")), tmp_path / "page.html")
+    shot = tmp_path / "shot.png"
+    look = ("--window-size=1280,1600", f"--blink-settings=preferredColorScheme={scheme}")
+    browse(page, tmp_path, f"--screenshot={shot}", *look)
+    image = np.asarray(Image.open(shot).convert("RGB")).astype(int)
+    curve = np.abs(image - [int(OURS[i : i + 2], 16) for i in (1, 3, 5)]).max(axis=-1) < 12
+    assert curve.sum() > 1000 and (image[2, 2].mean() > 200) == (name == "light")
+    if name == "light":
+        assert fits_a_phone(page, tmp_path)[:2] == ("390", "390")

@@ -1,7 +1,7 @@
 """The tracing build: one lane of each role notes in global memory when it got how far.
 
 Stamps are the SM's own cycle counter, which is cheap to read and fine. Row 0 of a worker says on which SM it runs, and
-with the end of every chain it ties cycles to the GPU's common clock (see trace/record.py).
+with the end of every chain it ties cycles to the GPU's common clock (see dash_attn/trace/measured.py).
 """
 
 import cutlass.cute as cute

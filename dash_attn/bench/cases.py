@@ -1,0 +1,101 @@
+"""What is timed, as data: the paper's grid, known models at their real dimensions, lengths up to 128k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LONG = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+DIMS = (128, 64)
+TOKENS, HIDDEN = 16384, 2048  # the paper's grid keeps both
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem."""
+
+    name: str
+    problem: Problem
+
+    @property
+    def mask(self) -> str:
+        return str(self.problem.mask)
+
+    @property
+    def flops(self) -> float:
+        """Of the backward, counted as usual: five products, half of them for a causal mask."""
+        p = self.problem
+        return 10.0 * p.batch * p.heads_q * p.len_q * p.len_k * p.dim * (0.5 if p.mask.is_causal else 1.0)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One transformer block of a model. `mlp` is the width of its MLP, gated or not.
+
+    A mixture of experts is named by how many experts a token visits (`experts`): the block then has one dense MLP of
+    that many widths, which is the arithmetic of balanced routing without its gathers and scatters.
+    """
+
+    name: str
+    hidden: int
+    heads: int
+    heads_kv: int
+    dim: int
+    mlp: int
+    mask: Mask
+    gated: bool = True
+    bias: bool = False  # of the query, key and value projections
+    rotary: bool = True
+    experts: int = 1
+    batch: int = 1
+    lengths: tuple[int, ...] = (8192, 16384, 32768)
+
+    def cases(self) -> list[Case]:
+        return [
+            Case(
+                f"{self.name} {self.batch}x{n}",
+                Problem(self.batch, self.heads, self.heads_kv, n, n, self.dim, mask=self.mask),
+            )
+            for n in self.lengths
+        ]
+
+
+MODELS = (
+    Model("LLaMA3-8B", 4096, 32, 8, 128, 14336, CAUSAL),
+    Model("Qwen2.5-7B", 3584, 28, 4, 128, 18944, CAUSAL, bias=True),
+    Model("Mixtral-8x7B", 4096, 32, 8, 128, 14336, CAUSAL, experts=2),
+    Model("SAM-huge", 1280, 16, 16, 80, 5120, FULL, gated=False, bias=True, rotary=False, batch=16, lengths=(4096,)),
+    Model(
+        "SD3.5-medium", 1536, 24, 24, 64, 6144, FULL, gated=False, bias=True, rotary=False, batch=16, lengths=(4096,)
+    ),
+    Model("SD3.5-large", 2432, 38, 38, 64, 9728, FULL, gated=False, bias=True, rotary=False, batch=16, lengths=(4096,)),
+    Model("LLaDA-1B", 2048, 32, 32, 64, 5634, FULL, batch=16, lengths=(4096,)),
+)
+
+
+def grid(dims: tuple[int, ...] = DIMS, lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
+    """The paper's: 16,384 tokens and hidden size 2,048, whatever the length and the head dim."""
+    return [
+        Case(f"d{dim} {mask} {n}", Problem(TOKENS // n, HIDDEN // dim, HIDDEN // dim, n, n, dim, mask=mask))
+        for dim in dims
+        for mask in (FULL, CAUSAL)
+        for n in lengths
+    ]
+
+
+def models() -> list[Case]:
+    """Attention alone, as the blocks of these models have it. Mixtral's attention is that of LLaMA3-8B."""
+    short = Case("LLaMA3-8B 4x2048", Problem(4, 32, 8, 2048, 2048, 128, mask=CAUSAL))
+    return [case for model in MODELS if model.name != "Mixtral-8x7B" for case in model.cases()] + [short]
+
+
+def lengths(longest: int = LONG[-1]) -> list[Case]:
+    """One sequence with the heads of LLaMA3-8B, longer and longer."""
+    return [Case(f"32/8 heads causal {n}", Problem(1, 32, 8, n, n, 128, mask=CAUSAL)) for n in LONG if n <= longest]
+
+
+def tiny() -> list[Case]:
+    """For machines without a GPU: shows that the harness works, and nothing about speed."""
+    return [Case(f"d64 {mask} 256", Problem(1, 2, 1, 256, 256, 64, "float32", mask=mask)) for mask in (FULL, CAUSAL)]

@@ -1,0 +1,114 @@
+"""Our own backward under every policy, in order or not, with programs made here or taken along in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dash_attn import __version__, cpu
+from dash_attn.api import hopper
+from dash_attn.bench.variants import Backward, Call, Variant
+from dash_attn.cpu import Operands
+from dash_attn.plan import placement, plan
+from dash_attn.problem import Problem
+from dash_attn.program import Program, Sequences, build, load, save
+from dash_attn.schedule import parse, schedule
+from dash_attn.tiling import TileShape, tile
+from dash_attn.verify import verify
+
+WORKERS = 132  # SMs of the GPUs that programs are prepared for
+# The first is what `auto` chooses.
+USUAL = {
+    "full": ("shift:64", "descending", "fa3"),
+    "causal": ("symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3"),
+}
+ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal"}
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Which of our own variants run, and how. `policies` empty: the usual ones of each mask."""
+
+    policies: tuple[str, ...] = ()
+    unordered: bool = True
+    programs: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # fields of the kernel's config to change
+
+    def orders(self, problem: Problem) -> list[str]:
+        """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
+        mask = "causal" if problem.mask.is_causal else "full"
+        asked = [order for order in self.policies if ONLY.get(parse(order).policy, mask) == mask]
+        return asked or list(USUAL[mask][:1] if self.policies else USUAL[mask])
+
+    def variants(self, problem: Problem) -> list[Variant]:
+        """A variant for each order, and one without, in the launch order of the first."""
+        orders = self.orders(problem)
+        made = [Variant(order, True, partial(self.prepare, order=order, ordered=True)) for order in orders]
+        if self.unordered:
+            made.append(Variant(f"any ({orders[0]})", False, partial(self.prepare, order=orders[0], ordered=False)))
+        return made
+
+    def prepare(self, problem: Problem, sets: Sequence[Operands], *, order: str, ordered: bool) -> list[Call]:
+        run = self.function(problem, sets[0].q.device, order, ordered)
+        return [partial(run, s) for s in sets]
+
+    def function(self, problem: Problem, device: torch.device, order: str, ordered: bool = True) -> Backward:
+        """The gradients as a function of the operands; planning and uploading happen here, once."""
+        if device.type == "cpu":
+            planned = plan(problem, cpu.tile_shape(problem), order)
+            placed = placement(planned, max(planned.co_resident, torch.get_num_threads()))
+            return partial(cpu.backward, problem, planned.program, placed, order="program" if ordered else "any")
+        return self._kernel(problem, device, order, ordered)
+
+    def _kernel(self, problem: Problem, device: torch.device, order: str, ordered: bool) -> Backward:
+        from dash_attn.kernels.sm90.launch import DeviceTables, Inputs, backward, resident_workers
+
+        hopper.require(device)
+        cfg = hopper.config_of(problem, ordered)
+        cfg = replace(cfg, **self.config).validate() if self.config else cfg
+        program, placed = self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, resident_workers(device))
+        rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
+        tables, scale = DeviceTables.of(program, placed, rows, device), problem.softmax_scale
+
+        def run(s: Operands) -> tuple[Tensor, ...]:
+            return backward(cfg, tables, Inputs(s.dout, s.q, s.k, s.v, s.out, s.lse), scale=scale)
+
+        return run
+
+    def placed(self, problem: Problem, shape: TileShape, order: str, workers: int) -> tuple[Program, Sequences]:
+        """The verified program and its placement, from the folder if they are there, else made and kept there."""
+        if self.programs is None:
+            return _planned(problem, shape, order, workers)
+        key = hashlib.sha256(repr((problem, shape, order, workers, __version__)).encode()).hexdigest()[:20]
+        path = self.programs / f"{key}.npz"
+        if path.exists():
+            with np.load(path.with_suffix(".placement.npz")) as archive:
+                return load(path), Sequences(archive["first"], archive["chains"])
+        program, made = _planned(problem, shape, order, workers)
+        self.programs.mkdir(parents=True, exist_ok=True)
+        save(program, path)
+        np.savez_compressed(path.with_suffix(".placement.npz"), first=made.first, chains=made.chains)
+        return program, made
+
+    def keep(self, problem: Problem) -> int:
+        """Plan every order of a problem for a GPU and keep it in the folder; how many there are."""
+        cfg = hopper.config_of(problem, True)
+        for order in self.orders(problem):
+            self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, WORKERS)
+        return len(self.orders(problem))
+
+
+@lru_cache(maxsize=16)
+def _planned(problem: Problem, shape: TileShape, order: str, workers: int) -> tuple[Program, Sequences]:
+    program = build(schedule(tile(problem, shape), order))
+    made = verify(program, workers).placement
+    assert made is not None
+    return program, made

@@ -1,0 +1,131 @@
+"""The core_attention of Megatron Core's transformer layers. Needs no Megatron to be imported: its parts are known by
+the attributes that are used here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dash_attn.api import attention
+
+# Megatron's mask types, by the names of its enum: is a later key hidden?
+CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
+# What a config may ask for, the value that asks for nothing, and the way out.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "attention_dropout": (0.0, "train with --attention-dropout 0.0"),
+    "context_parallel_size": (1, "use --context-parallel-size 1"),
+    "softmax_type": ("vanilla", "attention sinks need Transformer Engine's attention"),
+    "fp8_dot_product_attention": (False, "leave fp8 to the linear layers"),
+    "qk_clip": (False, "it needs the largest score, which is not kept"),
+    "log_max_attention_logit": (False, "it needs the largest score, which is not kept"),
+}
+
+
+class DashCoreAttention(nn.Module):
+    """dash_attn.attention in the place of DotProductAttention or TEDotProductAttention. It has no weights.
+
+    Query, key and value are (seqlen, batch, heads, dim), fewer heads of keys allowed, or with packed_seq_params
+    (tokens, heads, dim); the result is (seqlen, batch, heads * dim) or (tokens, heads * dim). Tensor parallelism is
+    heads shared out before they come here. With `deterministic_mode` in the config the order is kept whatever the
+    process says; without, as the process says.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        super().__init__()
+        if k_channels != v_channels:
+            raise NotImplementedError(
+                f"k_channels={k_channels} and v_channels={v_channels} (multi-latent attention): dash_attn needs values "
+                "with the head dim of queries; use Transformer Engine's attention"
+            )
+        asked = {name: getattr(config, name, nothing) for name, (nothing, _) in REFUSED.items()}
+        if attention_dropout is not None:
+            asked["attention_dropout"] = attention_dropout
+        for name, (nothing, way_out) in REFUSED.items():
+            if asked[name] != nothing:
+                raise NotImplementedError(f"{name}={asked[name]!r}: dash_attn has no kernel for it; {way_out}")
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        self.window = _window(config, max(1, layer_number))
+        self.deterministic = True if getattr(config, "deterministic_mode", False) else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        kind = (attn_mask_type or self.attn_mask_type).name
+        if attention_bias is not None:
+            raise NotImplementedError(
+                "attention_bias was given: dash_attn adds none; use Transformer Engine's attention"
+            )
+        if kind not in CAUSAL:
+            raise NotImplementedError(f"attn_mask_type {kind}: dash_attn has {', '.join(CAUSAL)}")
+        if attention_mask is not None:
+            # It may be the causal mask and no more, but to look costs a wait for the GPU in every layer.
+            raise NotImplementedError(
+                "attention_mask was given: dash_attn masks by attn_mask_type and packed_seq_params alone; leave it out "
+                "(--no-create-attention-mask-in-dataloader), and pack documents instead of resetting the mask"
+            )
+        options: dict[str, Any] = {
+            "causal": CAUSAL[kind],
+            "window": self.window,
+            "scale": self.softmax_scale,
+            "deterministic": self.deterministic,
+        }
+        if packed_seq_params is not None:
+            cu_q, cu_k = _boundaries(packed_seq_params, CAUSAL[kind])
+            out: Tensor = attention(query, key, value, cu_seqlens=cu_q, cu_seqlens_k=cu_k, **options)
+            return out.flatten(1)
+        if kind.startswith("padding"):
+            raise NotImplementedError(f"attn_mask_type {kind} without packed_seq_params: pack sequences as thd")
+        if kind == "causal" and query.shape[0] != key.shape[0]:
+            raise NotImplementedError(
+                f"causal with {query.shape[0]} queries and {key.shape[0]} keys: Megatron counts positions from the "
+                "start there, dash_attn from the end; use causal_bottom_right if that is meant"
+            )
+        out = attention(*(x.transpose(0, 1) for x in (query, key, value)), **options)
+        return out.transpose(0, 1).contiguous().flatten(2)
+
+
+def _window(config: Any, layer: int) -> tuple[int, int] | None:
+    """Of a layer, numbered from 1: `window_attn_skip_freq` names layers that see all, each n-th or by a list."""
+    sides, skip = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
+    if not sides:
+        return None
+    narrow = True if skip is None else layer % skip != 0 if isinstance(skip, int) else bool(skip[layer - 1])
+    return tuple(sides) if narrow else None
+
+
+def _boundaries(packed: Any, causal: bool) -> tuple[Tensor, Tensor]:
+    """Where sequences end, padding behind each counted in: behind the last real query a causal mask hides it."""
+    if packed.qkv_format != "thd":
+        raise NotImplementedError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}: dash_attn takes 'thd'")
+    found = list[Tensor]()
+    for side in ("q", "kv"):
+        real: Tensor = getattr(packed, f"cu_seqlens_{side}")
+        padded: Tensor | None = getattr(packed, f"cu_seqlens_{side}_padded", None)
+        if padded is not None and not causal and not torch.equal(padded, real):
+            raise NotImplementedError(
+                f"packed_seq_params.cu_seqlens_{side}_padded has padding, which only a causal mask hides: leave it out"
+            )
+        found.append(real if padded is None else padded)
+    return found[0], found[1]

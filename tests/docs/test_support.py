@@ -1,0 +1,116 @@
+"""docs/support.md says what is supported, and for each row which tests show it.
+
+It is written from support.txt beside this file: sections, in each a line for a feature, and below it, indented, its
+tests. `refused` before a test means that it shows an error. Whether a row holds on the CPU, on a GPU or on both is read
+from the tests themselves: those that need a GPU are marked so.
+
+    python tests/docs/test_support.py     writes the document
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = Path(__file__).with_name("support.txt")
+DOCUMENT = ROOT / "docs/support.md"
+HEAD = """# What is supported
+
+<!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
+
+Each row names the tests that show it. *CPU*: run by `make test`. *GPU*: run by `make gpu-test`, on a Hopper GPU.
+*Refused*: an error that says what to do instead. *No test*: it may work, nothing here shows it.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    section: str
+    feature: str
+    tests: tuple[str, ...]
+    refusals: tuple[str, ...]
+
+    def cell(self, gpu: bool) -> str:
+        if any(needs_gpu(test) is gpu for test in self.tests):
+            return "yes"
+        return "refused" if self.refusals else "no test"
+
+    def links(self) -> str:
+        parts = [test.partition("::") for test in (*self.tests, *self.refusals)]
+        return ", ".join(
+            f"[{name.removeprefix('test_').replace('_', ' ')}](../tests/{file})" for file, _, name in parts
+        )
+
+
+def rows() -> list[Row]:
+    found, section = list[Row](), ""
+    for line in SOURCE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            section = line.removeprefix("# ")
+        elif line.startswith("    "):
+            last, kind = found[-1], "refusals" if line.strip().startswith("refused ") else "tests"
+            test = line.strip().removeprefix("refused ")
+            found[-1] = Row(**{**vars(last), kind: (*getattr(last, kind), test)})
+        elif line:
+            found.append(Row(section, line, (), ()))
+    return found
+
+
+@cache
+def functions(file: str) -> dict[str, bool]:
+    """Test functions of a file under tests, and whether they need a GPU."""
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    marks = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "pytestmark"]
+    all_gpu = any("mark.gpu" in ast.unparse(mark.value) for mark in marks)
+    return {
+        node.name: all_gpu or any("mark.gpu" in ast.unparse(mark) for mark in node.decorator_list)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def needs_gpu(test: str) -> bool | None:
+    """None if there is no such test."""
+    file, _, name = test.partition("::")
+    return functions(file).get(name) if (ROOT / "tests" / file).is_file() else None
+
+
+def document() -> str:
+    lines, section = [HEAD], ""
+    for row in rows():
+        if row.section != section:
+            section = row.section
+            lines += [
+                f"{'' if len(lines) == 1 else chr(10)}## {section}\n",
+                "| | CPU | GPU | tests |",
+                "|---|---|---|---|",
+            ]
+        lines.append(f"| {row.feature} | {row.cell(False)} | {row.cell(True)} | {row.links()} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.feature)
+def test_the_tests_of_a_row_exist(row: Row) -> None:
+    assert row.tests or row.refusals, "a row without tests says nothing"
+    missing = [test for test in (*row.tests, *row.refusals) if needs_gpu(test) is None]
+    assert not missing, f"no such test: {', '.join(missing)}"
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == document(), "run: python tests/docs/test_support.py"
+
+
+def test_a_mark_is_seen() -> None:
+    assert needs_gpu("kernels/test_gpu.py::test_masks") is True
+    assert needs_gpu("examples/test_train_gpt_twice.py::test_on_a_gpu") is True
+    assert needs_gpu("examples/test_train_gpt_twice.py::test_runs_are_the_same") is False
+    assert needs_gpu("kernels/test_gpu.py::test_nothing") is None
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")
