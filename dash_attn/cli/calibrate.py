@@ -18,6 +18,7 @@ def facts_of(found: Calibration) -> dict[str, Any]:
             "worst_error": cell.worst,
             "ranked": cell.ranked,
             "auto": cell.auto,
+            "model_takes": cell.choice,
             "auto_behind_best": cell.auto_loss,
         }
         for cell in found.cells
@@ -51,5 +52,6 @@ def print_calibration(found: Calibration) -> None:
         f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
         f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
         f"ranked as measured in {found.ranked}; auto within {LEVEL:.0%} of the best measured in "
-        f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}"
+        f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
+        f"and what the model would take in {sum(c.choice == c.auto for c in found.cells)}"
     )

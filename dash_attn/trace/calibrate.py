@@ -220,6 +220,11 @@ class CellReport:
         return all(not (a < b * (1 - LEVEL) and x > y) for a, x in rows for b, y in rows)
 
     @property
+    def choice(self) -> str:
+        """The policy that is predicted to be the fastest."""
+        return min(self.policies, key=lambda row: row[2])[0]
+
+    @property
     def auto_loss(self) -> float | None:
         """How far the policy that `auto` takes is behind the best measured; None if it was not measured."""
         mine = [us for policy, us, _ in self.policies if policy == self.auto]

@@ -56,8 +56,13 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n), policy)
     tables, scale = hopper.tables_of(planned, cfg, workers, device), problem.softmax_scale
     ws, into = Workspace.of(cfg, q), Grads(*(torch.empty_like(t) for t in (q, k, v)))
-    us = timed(lambda: backward(cfg, tables, inputs, scale=scale, into=into, workspace=ws))
+
+    def call() -> Grads:
+        return backward(cfg, tables, inputs, scale=scale, into=into, workspace=ws)
+
+    us = {"call": timed(call)}
     grads, events = trace_backward(with_trace(cfg), tables, inputs, scale=scale)
+    us |= profiled(call)
     facts = {
         "problem": {name: value for name, value in asdict(problem).items() if isinstance(value, int | float | str)},
         "policy": planned.program.policy,
@@ -70,11 +75,9 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     return Trace(planned.program, without_idle(placement(planned, workers)), events, facts)
 
 
-def timed(call: Callable[[], object]) -> dict[str, float]:
-    """Whole calls without tracing, and what is not the main kernel in them: the microseconds of each."""
-    from torch.profiler import ProfilerActivity, profile
-
-    samples = []
+def timed(call: Callable[[], object]) -> float:
+    """Microseconds of a whole call."""
+    samples: list[float] = []
     for repeat in range(REPEATS + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
@@ -83,18 +86,22 @@ def timed(call: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
         if repeat >= 2:
             samples.append(begin.elapsed_time(end) * 1e3)
-    found = {"call": statistics.median(samples)}
+    return statistics.median(samples)
+
+
+def profiled(call: Callable[[], object]) -> dict[str, float]:
+    """Microseconds of the main kernel, the longest, and of all others of a call; nothing where no profiler works."""
+    from torch.profiler import ProfilerActivity, profile
+
     try:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
             for _ in range(REPEATS):
                 call()
             torch.cuda.synchronize()
-        kernels = sorted((e.device_time_total / e.count for e in profiled.key_averages() if e.count), reverse=True)
-        if kernels:
-            found |= {"main": kernels[0], "side": sum(kernels[1:])}
-    except RuntimeError:  # no profiler on this machine: the call's time will do
-        pass
-    return found
+        kernels = sorted((e.device_time_total / REPEATS for e in found.key_averages()), reverse=True)
+    except (RuntimeError, AttributeError):
+        return {}
+    return {"main": kernels[0], "side": sum(kernels[1:])} if kernels and kernels[0] > 0 else {}
 
 
 def main(arguments: list[str] | None = None) -> None:

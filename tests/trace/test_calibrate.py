@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn.simulate import Machine
+from dash_attn.program import build
+from dash_attn.schedule import applicable, schedule
+from dash_attn.simulate import Machine, simulate
 from dash_attn.trace.calibrate import BEGIN, Call, Cell, CellReport, Sample, calibrate, fit, read_samples
 from dash_attn.trace.fit import fit_trace
 from dash_attn.trace.measured import measured
@@ -85,7 +87,23 @@ def test_what_counts_as_ranked() -> None:
     assert cell(("a", 100, 90), ("b", 110, 95), ("c", 200, 140)).worst == pytest.approx(-0.3)
     assert cell(("a", 110, 1), ("b", 100, 1)).auto_loss == pytest.approx(0.1)
     assert cell(("b", 100, 1)).auto_loss is None and cell(("b", 100, 1)).auto_error is None
+    assert cell(("a", 110, 99), ("b", 100, 98)).choice == "b"
     assert cell(("a", 110, 99)).auto_error == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_auto_takes_what_the_fitted_machine_would(dim: int, mask: str, length: int) -> None:
+    cell = Cell.parse(f"d{dim} {mask} {length}")
+    assert cell is not None
+    machine = Machine.h200(dim, cell.config.last_finishes)
+
+    def makespan(policy: str) -> float:
+        return simulate(build(schedule(cell.tiling(), policy)), 132, machine, record=False).makespan
+
+    best = min(makespan(name) for name in applicable(cell.tiling()) if name != "search")
+    assert makespan("auto") <= 1.02 * best
 
 
 @pytest.mark.parametrize("policy", ["auto", "fa3"])
