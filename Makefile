@@ -10,7 +10,7 @@ TESTS := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint types gpu-test clean distclean
+.PHONY: help env demo test lint types gpu-test report clean distclean
 
 help:
 	@echo "make demo       run attention under every policy, print the table, write report.html"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make types      mypy"
 	@echo "make gpu-test   the tests that need a Hopper GPU"
+	@echo "make report     one web page of the committed measurements: measured.html"
 	@echo "make env        create or update $(VENV) and nothing else"
 	@echo "make clean      remove caches and outputs (distclean: $(VENV) too)"
 	@echo "PYTHON=...      the Python (3.10 or later) that $(VENV) is made with, now $(PYTHON)"
@@ -53,8 +54,11 @@ test: lint types
 gpu-test: $(TESTS)
 	$(BIN)/python -m pytest -m gpu
 
+report: $(STAMP)
+	@$(BIN)/dash-attn paper benchmarks/results/*.json --html measured.html
+
 clean:
-	rm -rf build dist *.egg-info report.html figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info report.html measured.html figures .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find dash_attn tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean

@@ -55,14 +55,14 @@ def test_every_suite_has_a_picture(suite: str, dark: bool, tmp_path: Path) -> No
 
 
 def test_committed_results_of_one_suite_share_a_picture(tmp_path: Path) -> None:
-    paths = plot(sorted(RESULTS.glob("backward_h200_2026-11-15_d*.json")), tmp_path, kind="svg")
+    paths = plot(sorted((RESULTS / "before").glob("backward_h200_2026-11-15_d*.json")), tmp_path, kind="svg")
     assert [path.name for path in paths] == ["grid.svg"]
     text = paths[0].read_text()
     assert text.count("<svg") == 1 and "NVIDIA H200, 2026-11-15" in text
-    figure = throughput(read(RESULTS / "backward_h200_2026-11-15_d128.json"), LIGHT)
+    figure = throughput(read(RESULTS / "before/backward_h200_2026-11-15_d128.json"), LIGHT)
     assert [ax.get_title(loc="left") for ax in figure.axes] == ["head dim 128, causal mask", "head dim 128, full mask"]
     labels = {line.get_label() for line in figure.axes[0].lines}
-    assert {"ours", "any", "fa4", "fa4 det", "spt"} <= labels
+    assert {"ours", "any", "fa4", "fa4 det"} <= labels
     assert DARK.ground != LIGHT.ground
 
 

@@ -76,7 +76,7 @@ class Consumer:
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
-        exponentiate(s, lse, cta.facts.scale_log2)
+        exponentiate(s, lse, cta.facts.scale_log2, cfg.soft_exp)
         if (flags & PARTIAL) != 0:
             mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
         p16 = gemms.as_operand(s)
