@@ -20,6 +20,10 @@ def fit_trace(found: Measured) -> Machine:
     before, after = order[:-1], order[1:]
     waited = (tasks.target[before] == tasks.target[after]) & (task["turn"][after] > task["staged"][after])
     handoff = (task["turn"][after] - task["landed"][before])[waited]
+    # The last contributor's slot comes with the sum in it, where it finishes dQ and could not do so at once.
+    last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
+    finishes = found.trace.facts.get("config", {}).get("finish") == "last"
+    fetched = last & finishes & (task["turn"] > task["computed"])
     since = chain["staged"][:-1]
     begin = np.full(len(chain["begun"]), np.nan)
     has_tasks = np.diff(program.task_first)[found.trace.placement.chains] > 0
@@ -34,6 +38,8 @@ def fit_trace(found: Measured) -> Machine:
         epilogue=median(chain["staged"] - chain["begun"] - (chain["slot"] - chain["computed"]), base.epilogue),
         partial=max(0.0, median(own[tasks.partial], compute + base.partial) - compute),
         writers=1 if found.split else base.writers,
+        store=median(chain["landed"] - chain["staged"], base.store),
+        fetch=median((task["slot"] - task["turn"])[fetched], base.fetch),
     )
 
 

@@ -110,7 +110,7 @@ def test_auto_takes_what_the_fitted_machine_would(dim: int, mask: str, length: i
 def test_medians_of_a_trace_are_the_machine(policy: str) -> None:
     model = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
     found = fit_trace(measured(synthetic(program_of("causal", policy), 12, model)))
-    want = replace(model, prologue=model.prologue + model.epilogue - HAND_OVER, epilogue=HAND_OVER)
+    want = replace(model, prologue=model.prologue + model.epilogue - HAND_OVER, epilogue=HAND_OVER, store=0.2)
     for name, value in asdict(found).items():
         if policy != "auto" or name != "handoff":  # where nothing waits, no hand-over shows
             assert value == pytest.approx(getattr(want, name), abs=0.01), name
