@@ -47,7 +47,9 @@ TileArg = Annotated[str, typer.Option("--tile", help="tile shape QUERIESxKEYS, w
 Workers = Annotated[
     int | None, typer.Option("--workers", help="co-resident workers (default: kv tiles, or 132 SMs with --seqlen)")
 ]
-ModelArg = Annotated[str, typer.Option("--model", help="paper or machine")]
+ModelArg = Annotated[
+    str, typer.Option("--model", help="paper, machine, or fitted to a GPU: h200, h200:64 (head dim 64)")
+]
 Compute = Annotated[float | None, typer.Option("--compute", help="time of a task's compute")]
 Reduce = Annotated[float | None, typer.Option("--reduce", help="time of a task's reduction")]
 PolicyArg = Annotated[
@@ -392,6 +394,59 @@ def doctor(
         show(found)
     if failed(found):
         raise typer.Exit(1)
+
+
+@app.command("trace")
+def trace_command(
+    file: Annotated[
+        Path | None, typer.Argument(help="what python -m dash_attn.trace wrote; without it, trace here")
+    ] = None,
+    mask: MaskArg = "causal",
+    policy: PolicyArg = "auto",
+    seqlen: Annotated[int, typer.Option("--seqlen", help="tokens of a sequence")] = 4096,
+    heads: Heads = 16,
+    kv_heads: KvHeads = None,
+    batch: Batch = 4,
+    headdim: Annotated[int, typer.Option("--headdim", help="columns of a head")] = 128,
+    html: Annotated[Path | None, typer.Option("--html", help="interactive page, measured over simulated")] = None,
+    perfetto: Annotated[Path | None, typer.Option("--perfetto", help="trace for ui.perfetto.dev")] = None,
+    save_to: Annotated[Path | None, typer.Option("--save", help="keep the events in a file")] = None,
+    as_json: Json = False,
+) -> None:
+    """What the GPU really did: every task of one backward in time, SM by SM, with stalls and bubbles summed."""
+    from dash_attn.cli.trace import obtain, print_trace, show_trace
+
+    trace = obtain(file, (batch, heads, kv_heads, seqlen, headdim, mask), policy)
+    facts = show_trace(trace, html, perfetto, save_to)
+    if as_json:
+        emit(facts)
+        return
+    print_trace(facts)
+    for path in (html, perfetto, save_to):
+        if path is not None:
+            typer.echo(f"wrote {path}")
+
+
+@app.command("calibrate")
+def calibrate_command(
+    files: Annotated[list[Path], typer.Argument(help="benchmark results (.json) and traces (.npz) of one GPU")],
+    out: Annotated[Path | None, typer.Option("--out", help="write the fitted model, as JSON")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the machine model to measured times, and say how well it predicts and ranks."""
+    from dash_attn.cli.calibrate import facts_of, print_calibration
+    from dash_attn.trace.calibrate import calibrate, read_samples
+
+    with working("fitting"):
+        found = calibrate(read_samples(files))
+    if out is not None:
+        out.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        emit(facts_of(found))
+        return
+    print_calibration(found)
+    if out is not None:
+        typer.echo(f"wrote {out}")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
@@ -73,10 +74,15 @@ def parse_tile(text: str) -> TileShape:
 
 def parse_model(name: str, compute: float | None, reduce: float | None) -> Model:
     """The named model, with its compute and reduce times replaced where given."""
-    models: dict[str, Model] = {"paper": Paper(), "machine": Machine()}
+    models: dict[str, Callable[[], Model]] = {
+        "paper": Paper,
+        "machine": Machine,
+        "h200": Machine.h200,
+        "h200:64": lambda: Machine.h200(64),
+    }
     if name not in models:
-        raise ValueError(f"--model {name!r}: choose paper or machine")
-    base = models[name]
+        raise ValueError(f"--model {name!r}: choose from {', '.join(models)}")
+    base = models[name]()
     model = replace(
         base,
         compute=base.compute if compute is None else compute,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dash_attn.program.program import CHAIN, FORMAT, RUN, TILE, Geometry, Program
 
@@ -14,8 +17,9 @@ TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")
 COLUMNS = {"tiles": (len(TILE),), "chains": (len(CHAIN),), "runs": (len(RUN),)}
 
 
-def save(program: Program, path: str | Path) -> None:
-    """Write the program; its fingerprint goes into the header, so that damage is noticed on loading."""
+def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
+    """Write the program; its fingerprint goes into the header, so that damage is noticed on loading. `extra` arrays
+    travel along under names of their own and are not looked at."""
     header = {
         "format": FORMAT,
         "geometry": asdict(program.geometry),
@@ -25,7 +29,7 @@ def save(program: Program, path: str | Path) -> None:
         "fingerprint": program.fingerprint,
     }
     with open(path, "wb") as file:
-        arrays = {name: getattr(program, name) for name in TABLES}
+        arrays: dict[str, Any] = {name: getattr(program, name) for name in TABLES} | dict(extra or {})
         np.savez_compressed(file, header=np.array(json.dumps(header)), **arrays)
 
 

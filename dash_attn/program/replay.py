@@ -17,6 +17,7 @@ from dash_attn.program.program import Program, Table
 Floats = npt.NDArray[np.float64]
 
 FINISHED, STUCK, PASSED = 0, 1, 2
+TIMES = ("compute", "partial", "reduce", "handoff", "prologue", "epilogue", "store", "fetch")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Costs:
     epilogue: float = 0.0
     depth: int = 0
     writers: int = 1
+    store: float = 0.0  # not 0: a chain's end takes a buffer too, and a writer for so long
+    fetch: float = 0.0  # not 0: the last contributor of a tile takes the sum in, this long after its turn has come
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +69,9 @@ def replay(
     """
     total = len(sequences.first) - 1
     times = np.zeros((5, program.num_tasks if record and costs else 0))
-    numbers = costs and np.array(
-        [costs.compute, costs.partial, costs.reduce, costs.handoff, costs.prologue, costs.epilogue]
-    )
+    numbers = costs and np.array([getattr(costs, name) for name in TIMES])
     status, needed, seat, standing, totals = _advance(
-        (program.chains, program.runs, program.target_base, program.task_first),
+        (program.chains, program.runs, program.target_base, program.task_first, program.contributors),
         (sequences.first, sequences.chains),
         (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
         costs and (numbers, costs.depth, costs.writers),
@@ -82,7 +83,7 @@ def replay(
 @compiled
 def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped-def]
     """What asks `costs is not None` is left out by the compiler where there are none."""
-    chains, runs, base, task_first = tables
+    chains, runs, base, task_first, contributors = tables
     seq_first, seq_chains = sequences
     num_targets, num_q, resident = sizes
     total = len(seq_first) - 1
@@ -93,7 +94,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
     totals = np.zeros((0 if costs is None else total, 4))
     if costs is not None:
-        (compute, partial_cost, reduce, handoff, prologue, epilogue), depth, writers = costs
+        (compute, partial_cost, reduce, handoff, prologue, epilogue, store, fetch), depth, writers = costs
         record = times.shape[1] > 0
         released = np.zeros(num_targets)  # when the last contribution so far was handed over
         paused = np.zeros(total, np.int64)  # where a sequence stands, as a task number
@@ -172,6 +173,9 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                             t = landed
                         else:
                             blocked = slot_free[s, done % depth] - stop
+                            if fetch > 0 and 0 < turn == contributors[runs[j, 1] + step * o] - 1:
+                                taken = max(slot_free[s, done % depth], writer_free[s, done % writers])
+                                blocked = max(taken, released[target]) + fetch - stop
                             if blocked > 0:
                                 totals[s, 3] += blocked
                                 stop += blocked
@@ -214,6 +218,15 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
             if costs is not None:
                 t += epilogue
                 totals[s, 1] += epilogue
+                if depth > 0 and store > 0:
+                    if slot_free[s, done % depth] > t:
+                        totals[s, 3] += slot_free[s, done % depth] - t
+                        t = slot_free[s, done % depth]
+                    landed = max(t, writer_free[s, done % writers]) + store
+                    slot_free[s, done % depth] = landed
+                    writer_free[s, done % writers] = landed
+                    totals[s, 0] = max(totals[s, 0], landed)
+                    tasks_done[s] = done + 1
             p += 1
             j = -1
         if costs is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 
 from dash_attn.program import Costs
 
@@ -27,7 +29,8 @@ class Machine:
 
     Defaults: head dim 128, 64x128 tiles on an H200. 2.0 us a task; 32 KB bulk add 1.15 us with all SMs adding;
     flag hand-over 0.58 us; prologue and epilogue of a chain about 5 us together; two writers, two buffers.
-    `partial` is what the mask adds to a task.
+    `partial` is what the mask adds to a task. `store`: dV of a chain takes a buffer as well, and a writer for so long;
+    `fetch`: the last contributor of a dQ tile takes the sum in, so long after its turn, and finishes it. 0: not so.
     """
 
     compute: float = 2.0
@@ -38,6 +41,8 @@ class Machine:
     partial: float = 0.2
     depth: int = 2
     writers: int = 2
+    store: float = 0.0
+    fetch: float = 0.0
 
     unit = "us"
     name = "machine"
@@ -46,6 +51,16 @@ class Machine:
         for name in ("depth", "writers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @staticmethod
+    def h200(dim: int = 128, last_finishes: bool = False) -> Machine:
+        """Fitted to an H200 by `dash-attn calibrate`: tiles of 64x128 (head dim 128) or 128x128 (head dim 64). With few
+        keys the kernel lets the last contributor of a dQ tile finish it."""
+        fitted = json.loads(files("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
+        if str(dim) not in fitted:
+            raise ValueError(f"no fitted machine for head dim {dim}: choose from {', '.join(fitted)}")
+        machine = Machine(**fitted[str(dim)]["machine"])
+        return machine if last_finishes else replace(machine, fetch=0.0)
 
     def costs(self) -> Costs:
         return Costs(**asdict(self))

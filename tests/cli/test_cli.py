@@ -10,8 +10,10 @@ from dash_attn.cli.main import main
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.program import Program, build, load, save
 from dash_attn.schedule import POLICIES, schedule
-from dash_attn.simulate import CLOSED_FORMS
+from dash_attn.simulate import CLOSED_FORMS, Machine
 from dash_attn.tiling import TileShape, tile
+from dash_attn.trace.record import save_trace
+from tests.trace.synthetic import program_of, synthetic
 
 
 def run(capsys, *arguments):
@@ -19,6 +21,39 @@ def run(capsys, *arguments):
         main([str(a) for a in arguments])
     out, err = capsys.readouterr()
     return stop.value.code, out, err
+
+
+TRACED = Machine()
+
+
+def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path):
+    trace = synthetic(program_of("causal"), 12, TRACED)
+    save_trace(trace, tmp_path / "events.npz")
+    files = ["--html", tmp_path / "page.html", "--perfetto", tmp_path / "trace.json"]
+    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", *files)
+    assert code == 0 and "compute" in out and "wrote" in out
+    page = (tmp_path / "page.html").read_text()
+    assert "measured, symmetric_shift:64" in page and "simulated, symmetric_shift:64" in page
+    names = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert any(name.startswith("reduce") for name in names)
+    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", "--json")
+    assert json.loads(out)["model"]["compute"] == pytest.approx(2.0)
+
+
+def test_tracing_without_a_gpu_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = run(capsys, "trace")
+    assert code == 2 and "Hopper GPU" in err and "python -m dash_attn.trace --out" in err
+
+
+def test_calibrate(capsys, tmp_path):
+    us = {policy: {"median": median} for policy, median in (("shift:64", 383.0), ("fa3", 419.0))}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [{"cell": "d128 full 512", "us": us}]}))
+    code, out, _ = run(capsys, "calibrate", tmp_path / "results.json", "--out", tmp_path / "model.json")
+    assert code == 0 and "d128 full 512" in out and "every policy in 1 of 1 cells" in out
+    assert Machine(**json.loads((tmp_path / "model.json").read_text())["128"]["machine"]).compute > 0
+    code, _, err = run(capsys, "calibrate", tmp_path / "none.json")
+    assert code == 2 and "none.json" in err
 
 
 @pytest.mark.parametrize(("mask", "policy"), CLOSED_FORMS)

@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"plan"}),
     frozenset({"api"}),
     frozenset({"bench"}),
-    frozenset({"integrations"}),
+    frozenset({"integrations", "trace"}),
     frozenset({"viz"}),
     frozenset({"cli"}),
 )

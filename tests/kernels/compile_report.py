@@ -1,6 +1,7 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys and, for a debug build, ",debug".
+An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug" or ",trace" behind it
+ask for that build.
     python tests/kernels/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
 
@@ -21,18 +22,21 @@ from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
 
-from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug
+from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug, with_trace
 
 # Address, perhaps a predicate, opcode.
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
+BUILDS = {"debug": with_debug, "trace": with_trace}
+
+
 def config_of(name: str) -> tuple[str, KernelConfig]:
-    """kind,dim,dtype,mask,ordered,keys and perhaps debug or field=value."""
+    """kind,dim,dtype,mask,ordered,keys and perhaps debug, trace or field=value."""
     kind, dim, dtype, mask, ordered, keys, *more = name.split(",")
     cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
-    if more == ["debug"]:
-        return kind, with_debug(cfg)
+    if more and more[0] in BUILDS:
+        return kind, BUILDS[more[0]](cfg)
     changes = {field: int(value) for field, _, value in (x.partition("=") for x in more)}
     return kind, replace(cfg, **changes)
 

@@ -26,6 +26,7 @@ GROUPS = {
     for kind, how in {"last": "1,0", "postpass": f"1,{max(MANY_KEYS.values())}", "any": "0,0"}.items()
 }
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
+GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
 GROUPS["ahead"] = ["main,128,bf16,causal,1,4096,ahead=1", "main,64,bf16,interval,1,4096,ahead=1,soft_exp=4"]
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]

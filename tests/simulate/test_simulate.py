@@ -147,6 +147,30 @@ def test_the_machine_by_hand() -> None:
     assert (result.makespan, result.busy, result.stall, result.blocked) == (15, 24, 8, 0)
 
 
+def test_a_chain_leaves_through_a_buffer() -> None:
+    """One worker, one buffer: its first chain ends at 9, when its second add has landed, and is out at 12."""
+    model = Machine(2, 3, 0, 0, 0, 0, depth=1, writers=1, store=3)
+    result = simulate(two_by_two(), 1, model)
+    np.testing.assert_array_equal(result.outcome.times[-1], [5, 8, 14, 17])
+    assert (result.makespan, result.blocked) == (20, 9)
+
+
+def test_the_last_contributor_takes_the_sum_in() -> None:
+    """Chain 1 is last everywhere: it has each tile 1 after the turn, which comes 2 after the add of chain 0."""
+    model = Machine(4, 2, 2, 0, 0, 0, depth=2, writers=2, fetch=1)
+    result = simulate(two_by_two(), 2, model)
+    np.testing.assert_array_equal(result.outcome.times[1], [4, 8, 9, 13])
+    np.testing.assert_array_equal(result.outcome.times[-1], [6, 10, 11, 15])
+    assert result.blocked == 5
+
+
+def test_the_fitted_machine() -> None:
+    assert Machine.h200(128).fetch == 0 < Machine.h200(128, last_finishes=True).fetch
+    assert Machine.h200(64).writers == 1
+    with pytest.raises(ValueError, match="head dim 80"):
+        Machine.h200(80)
+
+
 def test_without_events_there_is_no_timeline() -> None:
     result = simulate(two_by_two(), 2, record=False)
     assert result.makespan == simulate(two_by_two(), 2).makespan

@@ -20,6 +20,7 @@ from cutlass.cute.nvgpu import warpgroup
 from .config import WARPGROUP
 from .consumer import Consumer
 from .pointwise import column_pairs, exponentiate, mask_probabilities, score_gradient
+from .stamps import consumer_stamp
 from .tasks import BEGINS, ENDS, ODD, PARTIAL, flags_of, ring_slot
 
 CHUNK = 4  # pairs of LSE loaded at a time: all would not fit
@@ -69,6 +70,8 @@ class AheadConsumer(Consumer):
         stage, phase = task & 1, (task >> 1) & 1
         odd = (flags & ODD) // ODD
 
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "begun")
         # (1) dP^T and dS
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
@@ -109,4 +112,6 @@ class AheadConsumer(Consumer):
         self.stage_dq(gemms, dq, entry, flags)
         warpgroup.wait_group(0)
         self.leave("q_empty", stage)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "left")
         return after

@@ -47,6 +47,7 @@ class Streams(NamedTuple):
     row_lo: Any  # (Sq,) first key of a query row
     row_hi: Any  # (Sq,) one past its last key
     debug: Any = ()  # Debug, in a debug build
+    events: Any = ()  # (workers, entries + 1, STAMPS) int64, in a tracing build
 
 
 class Facts(NamedTuple):

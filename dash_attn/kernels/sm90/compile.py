@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .bundles import element
-from .config import COUNTER_WORDS, KernelConfig
+from .config import COUNTER_WORDS, STAMPS, KernelConfig
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
 
@@ -51,6 +51,10 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     if cfg.debug:
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), 2, cfg.half_floats)))
         facts = (*facts, Int64(0))
+    if cfg.trace:
+        workers, entries = symbols(2)
+        shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
+        stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
     tables = (
         rows_of(Int32, (chains, 5), 4),
         rows_of(Int32, (runs, 8), 4),

@@ -17,6 +17,10 @@ MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")
 PATIENCE_NS = 2_000_000_000  # how long a writer of the debug build waits for its turn
 REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "seen")  # int32 words it leaves then
+# What the tracing build notes of an entry, in cycles of the SM, and in row 0 of its worker. The writers of split turns
+# note their half each. A chain's own entry (dV) has the common clock (ns) under "loaded" and its end under "begun".
+STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
+HEAD = ("sm", "time", "cycle")
 # 2^r for |r| <= 1/2 to a relative error of 4e-6, highest power first, and what rounds a float to an integer.
 EXP2_COEFFICIENTS = (
     0.00957005898042002,
@@ -47,6 +51,7 @@ class KernelConfig:
     split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
+    trace: bool = False  # time stamps of every entry (see stamps.py)
     ahead: bool = False  # consumers compute the next task's scores under this one's gradients (see ahead.py)
     soft_exp: int = 0  # every n-th exponential by a polynomial; none as long as it is not measured to help
     consumer_regs: int = 240
@@ -121,6 +126,8 @@ class KernelConfig:
             out.append(f"head_dim {self.head_dim}: 0, or a multiple of 8 between {self.dim - 64} and {self.dim}")
         if self.debug and (not self.ordered or self.finish != "postpass"):
             out.append("debug keeps every contribution, in turn: it needs ordered=True and finish='postpass'")
+        if self.debug and self.trace:
+            out.append("debug and trace are builds of their own: choose one")
         if self.tile_n != 64 * CONSUMER_WARPGROUPS:
             out.append(f"tile_n {self.tile_n}: each consumer warpgroup owns 64 kv rows")
         if self.stages != 2 or self.ds_stages != 2:
@@ -175,6 +182,11 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
 def with_debug(cfg: KernelConfig) -> KernelConfig:
     """The debug build of an ordered config; its bits are the same."""
     return replace(cfg, debug=True, finish="postpass").validate()
+
+
+def with_trace(cfg: KernelConfig) -> KernelConfig:
+    """The tracing build of a config; its bits are the same."""
+    return replace(cfg, trace=True).validate()
 
 
 def shipped() -> list[KernelConfig]:

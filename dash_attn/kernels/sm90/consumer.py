@@ -17,6 +17,7 @@ from .config import WARPGROUP
 from .gemms import Gemms
 from .pointwise import column_pairs, exponentiate, mask_probabilities, score_gradient
 from .ptx import fresh_thread_index
+from .stamps import consumer_stamp, tie_clocks
 from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, flags_of, my_chains, ring_slot
 
 
@@ -43,6 +44,8 @@ class Consumer:
                 self.leave("k_empty", 0)
             else:
                 task = self.chain(gemms, (dk, dv), task, i)
+            if const_expr(cta.cfg.trace):
+                tie_clocks(cta, task + i)
             self.hand_over_dk(gemms, dk)
             self.hand_over_dv(gemms, dv, task + i)
 
@@ -65,6 +68,8 @@ class Consumer:
 
         # (1) S^T and dP^T
         cta.bars.wait("q_full", stage, phase)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "begun")
         flags = flags_of(cta, entry)
         s = gemms.score_acc()
         gemms.issue_s(s, stage)
@@ -110,6 +115,8 @@ class Consumer:
         # (7) dQ to its slot, while dK is computed
         self.stage_dq(gemms, dq, entry, flags)
         warpgroup.wait_group(0)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "left")
         self.leave("q_empty", stage)
         return flags
 
@@ -134,7 +141,7 @@ class Consumer:
     def stage_dq(self, gemms, dq, entry, flags):
         cta, cfg = self.cta, self.cta.cfg
         half, phase = self.half_slot(entry)
-        cta.bars.wait("dq_empty", half, phase)
+        self.await_slot(entry, half, phase)
         # Fragment order: 16-byte piece j of thread t at float (j * 128 + t) * 4, free of bank conflicts.
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         slot = cute.make_tensor(
@@ -151,6 +158,17 @@ class Consumer:
         else:
             cute.autovec_copy(mine, slot)
         self.signal_full(half)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "staged")
+
+    @cute.jit
+    def await_slot(self, entry, half, phase):
+        cta = self.cta
+        if const_expr(cta.cfg.trace):
+            consumer_stamp(cta, entry, "computed")
+        cta.bars.wait("dq_empty", half, phase)
+        if const_expr(cta.cfg.trace):
+            consumer_stamp(cta, entry, "slot")
 
     @cute.jit
     def finish_dq(self, gemms, mine, slot, flags):
@@ -197,11 +215,13 @@ class Consumer:
         half, phase = self.half_slot(entry)
         thread = fresh_thread_index() % WARPGROUP
         out = gemms.as_operand(dv)
-        cta.bars.wait("dq_empty", half, phase)
+        self.await_slot(entry, half, phase)
         piece = half * pieces_per_half(cfg, 64 * cfg.dim)
         dst = gemms.store_grad.get_slice(thread).partition_D(cta.views.grad)
         cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
         self.signal_full(half)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "staged")
 
     @cute.jit
     def signal_full(self, half):

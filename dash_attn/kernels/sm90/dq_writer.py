@@ -17,8 +17,10 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta, pieces_per_half
+from .config import STAMPS
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
+from .stamps import cycle, note
 from .tasks import END, FIRST, GRAD, LAST, await_entry, my_chains, ring_slot
 
 
@@ -98,6 +100,8 @@ class DqWriter:
                             seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                     cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
+        if const_expr(cfg.trace):
+            self.stamp(writer, entry, "turn", cycle(cta))
         if const_expr(cfg.last_finishes):
             if self.fetches(flags):
                 self.fetch_sum(writer, entry, (q_tile, plane))
@@ -107,10 +111,19 @@ class DqWriter:
                 self.add_sum(writer, entry, (q_tile, plane), flags)
         else:
             self.add_sum(writer, entry, (q_tile, plane), flags)
+        landed = cycle(cta)
         if const_expr(cfg.ordered):
             if lane == 0:
                 cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+        if const_expr(cfg.trace):
+            self.stamp(writer, entry, "landed", landed)  # noted behind the release, which would wait for the store
         cute.arch.sync_warp()
+
+    @cute.jit
+    def stamp(self, writer, entry, name: cutlass.Constexpr, when):
+        if cute.arch.lane_idx() == 0:
+            column = STAMPS.index(name)
+            note(self.cta, entry + 1, column + 2 * writer if self.cta.cfg.split else column, when)
 
     @cute.jit
     def fetch_sum(self, writer, entry, where):
@@ -178,6 +191,8 @@ class DqWriter:
             store_rows(cta, cta.streams.dv, (cta.views.grad, half * pieces_per_half(cfg, 64 * cfg.dim)), place, wg)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(cfg.trace):
+            self.stamp(writer, entry, "landed", cycle(cta))
         if const_expr(not cfg.last_finishes):
             self.free(writer, entry)
         cute.arch.sync_warp()

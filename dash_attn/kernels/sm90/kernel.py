@@ -9,6 +9,7 @@ warps 4..11  two consumer warpgroups                                       (cons
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .ahead import AheadConsumer
@@ -17,6 +18,7 @@ from .config import KernelConfig
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
 from .producer import Producer
+from .stamps import introduce
 
 
 class BackwardSm90:
@@ -27,7 +29,7 @@ class BackwardSm90:
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
         """tensors: q, do, k, v, dq, dk, dv as (B, S, H, D); stats: lse, delta, dq_sum, counters, row_lo, row_hi.
 
-        A debug build takes contributions after those and an address after the facts.
+        A debug build takes contributions after those and an address after the facts, a tracing build the events.
         """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [rows_first(t) for t in tensors]
@@ -53,6 +55,7 @@ class BackwardSm90:
             row_lo=stats[4],
             row_hi=stats[5],
             debug=Debug(stats[6], facts[2]) if cfg.debug else (),
+            events=stats[6] if cfg.trace else (),
         )
         group = q.shape[2] // k.shape[2]
         facts = Facts(facts[0], facts[1], q.shape[0], k.shape[0], group, q.shape[2])
@@ -82,6 +85,9 @@ class BackwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(cfg.worker_regs)
             if warp == 0:
+                if const_expr(cfg.trace):
+                    with cute.arch.elect_one():
+                        introduce(cta)
                 Producer(cta).run()
             if warp >= 1 and warp <= cfg.writers:
                 DqWriter(cta).run(warp - 1)

@@ -13,7 +13,7 @@ import torch
 from dash_attn.program import Program, Sequences
 
 from .cache import kernels
-from .config import COUNTER_WORDS, REPORT, KernelConfig
+from .config import COUNTER_WORDS, REPORT, STAMPS, KernelConfig
 
 LOG2_E = 1.4426950408889634
 KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
@@ -133,9 +133,39 @@ class DebugBuffers:
         reports = torch.zeros(tables.workers, cfg.writers, len(REPORT), dtype=torch.int32, pin_memory=True)
         return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.contributions,)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return (self.reports.data_ptr(),)
+
     def stuck(self) -> list[dict[str, int]]:
         rows = self.reports.flatten(0, 1).tolist()
         return [dict(zip(REPORT, row, strict=True)) for row in rows if row[0]]
+
+
+@dataclass(frozen=True, eq=False)
+class TraceBuffers:
+    events: torch.Tensor  # [workers, 1 + entries, len(STAMPS)] int64; row 0 of a worker: HEAD
+
+    addresses = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.events,)
+
+    @staticmethod
+    def of(tables: DeviceTables) -> TraceBuffers:
+        """As many rows as the longest worker has entries: its tasks, and one for every chain."""
+        runs, chains = tables.runs[:, 3].cpu().numpy(), tables.chains.cpu().numpy()
+        until = np.append(0, np.cumsum(runs, dtype=np.int64))
+        tasks = until[chains[:, 3] + chains[:, 4]] - until[chains[:, 3]]
+        entries = np.append(0, np.cumsum(1 + tasks[tables.worker_chains.cpu().numpy()]))
+        rows = 1 + int(np.diff(entries[tables.worker_first.cpu().numpy()]).max(initial=0))
+        shape = (tables.workers, rows, len(STAMPS))
+        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=tables.chains.device))
 
 
 class Debugged(NamedTuple):
@@ -150,9 +180,9 @@ def resident_workers(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor, debug: bool = False) -> None:
-    if cfg.debug != debug:
-        raise ValueError("a debug config runs through debug_backward, and only that")
+def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Tensor, build: str = "") -> None:
+    if build != ("debug" if cfg.debug else "trace" if cfg.trace else ""):
+        raise ValueError("a debug config runs through debug_backward, one that traces through trace_backward, only so")
     want = TORCH_DTYPES[cfg.dtype]
     if q.dtype != want or q.shape[-1] != cfg.columns:
         raise ValueError(f"kernel built for {want}, head dim {cfg.columns}; got {q.dtype}, {q.shape[-1]}")
@@ -181,12 +211,32 @@ def backward(
     if q.numel() == 0 or k.numel() == 0:
         return Grads(*(t.zero_() for t in grads))
     ws = Workspace.kept(cfg, q) if workspace is None else workspace
+    clear(cfg, tables, grads, ws)
+    launch(cfg, tables, inputs, grads, ws, scale)
+    return grads
+
+
+def clear(cfg: KernelConfig, tables: DeviceTables, grads: Grads, ws: Workspace) -> None:
+    """Zeros where the kernel adds to what it has not stored, or stores nothing."""
     if tables.empty_q_tiles:
         grads.dq.zero_()
     if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
         ws.dq_sum.zero_()
-    launch(cfg, tables, inputs, grads, ws, scale)
-    return grads
+
+
+def trace_backward(
+    cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, scale: float, warm_up: int = 3
+) -> tuple[Grads, np.ndarray]:
+    """One backward of a tracing config (see config.with_trace) behind some to warm up, and the events it left."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    check(cfg, tables, q, k, "trace")
+    if q.numel() == 0 or k.numel() == 0:
+        raise ValueError("nothing to trace: the problem has no tasks")
+    ws, grads, buffers = Workspace.of(cfg, q), Grads(*(torch.empty_like(t) for t in (q, k, v))), TraceBuffers.of(tables)
+    for _ in range(warm_up + 1):
+        clear(cfg, tables, grads, ws)
+        launch(cfg, tables, inputs, grads, ws, scale, buffers)
+    return grads, buffers.events.cpu().numpy()
 
 
 def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, scale: float) -> Debugged:
@@ -196,7 +246,7 @@ def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, s
     context then: nothing but ending it helps.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
-    check(cfg, tables, q, k, debug=True)
+    check(cfg, tables, q, k, "debug")
     ws, grads = Workspace.of(cfg, q), Grads(*(torch.zeros_like(t) for t in (q, k, v)))
     ws.dq_sum.zero_()
     buffers = DebugBuffers.of(cfg, tables, ws)
@@ -223,7 +273,7 @@ def launch(
     grads: Grads,
     ws: Workspace,
     scale: float,
-    debug: DebugBuffers | None = None,
+    extra: DebugBuffers | TraceBuffers | None = None,
 ) -> None:
     prepare, main, finish = kernels(cfg)
     dout, q, k, v, out, lse = inputs
@@ -232,9 +282,9 @@ def launch(
     prepare((dout, out, lse), (ws.lse2, ws.delta, ws.counters))
     main(
         (q, dout, k, v, *grads),
-        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi, *(() if debug is None else (debug.contributions,))),
+        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi, *(() if extra is None else extra.tensors)),
         (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors),
-        (scale, scale * LOG2_E, *(() if debug is None else (debug.reports.data_ptr(),))),
+        (scale, scale * LOG2_E, *(() if extra is None else extra.addresses)),
     )
     if finish is not None:
         finish(ws.dq_sum, grads.dq, scale)

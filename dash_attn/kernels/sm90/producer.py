@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta
 from .ptx import bulk_load
+from .stamps import stamp
 from .tasks import BEGINS, END, ENDS, FIRST, GRAD, LAST, ODD, PARTIAL, my_chains, publish
 
 
@@ -79,6 +80,8 @@ class Producer:
         if lane == 0:
             # Before the arrival on q_full, which makes the entry visible to the consumers.
             publish(cta, entry, (flags, q_tile, plane, turn))
+            if const_expr(cfg.trace):
+                stamp(cta, entry, "loaded")
             cta.bars.expect("q_full", stage, tile_bytes + row_bytes)
             bulk_load(
                 cta.views.lse[None, stage].iterator,

@@ -1,0 +1,57 @@
+"""dash-attn calibrate: the fitted model, and a line for every cell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from dash_attn.cli.tables import console
+from dash_attn.trace.calibrate import LEVEL, WITHIN, Calibration
+
+
+def facts_of(found: Calibration) -> dict[str, Any]:
+    cells = [
+        {
+            "cell": cell.cell,
+            "policies": {name: {"measured": us, "predicted": said} for name, us, said in cell.policies},
+            "worst_error": cell.worst,
+            "ranked": cell.ranked,
+            "auto": cell.auto,
+            "model_takes": cell.choice,
+            "auto_behind_best": cell.auto_loss,
+        }
+        for cell in found.cells
+    ]
+    return {"model": found.to_json(), "predicted": found.predicted, "ranked": found.ranked, "cells": cells}
+
+
+def print_calibration(found: Calibration) -> None:
+    table = Table(title="whole calls, us: measured and predicted", title_justify="left", header_style="bold")
+    for name in ("cell", "policies, fastest first: measured (error of the prediction)"):
+        table.add_column(name)
+    for name in ("worst", "ranks", "auto"):
+        table.add_column(name, justify="right")
+    for cell in found.cells:
+        by_time = sorted(cell.policies, key=lambda row: row[1])
+        loss = cell.auto_loss
+        table.add_row(
+            cell.cell,
+            "  ".join(f"{name} {us:.0f} ({said / us - 1:+.1%})" for name, us, said in by_time),
+            f"{cell.worst:+.1%}",
+            "as measured" if cell.ranked else "[yellow]not[/]",
+            "" if loss is None else f"+{loss:.1%}",
+        )
+    console().print(table)
+    for dim, call in found.to_json().items():
+        times = ", ".join(f"{name} {value:g}" for name, value in call["machine"].items())
+        console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
+    count, losses = len(found.cells), [c.auto_loss for c in found.cells if c.auto_loss is not None]
+    errors = [c.auto_error for c in found.cells if c.auto_error is not None]
+    console().print(
+        f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
+        f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
+        f"ranked as measured in {found.ranked}; auto within {LEVEL:.0%} of the best measured in "
+        f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
+        f"and what the model would take in {sum(c.choice == c.auto for c in found.cells)}"
+    )

@@ -1,0 +1,273 @@
+"""Fit the machine model to measured times of whole calls, and say how well it predicts them.
+
+A call is the main kernel, whose time the model gives, the kernel before it (`start`) and, where dQ is finished by a
+pass of its own, that pass (`finish`); both only stream tensors, and the cells of one head dim have equally many tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.kernels.sm90.config import KernelConfig, select
+from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.program import Program, Sequences, build, place, replay
+from dash_attn.schedule import POLICIES, schedule
+from dash_attn.schedule.policies import choose
+from dash_attn.simulate import Machine
+from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.trace.measured import measured
+from dash_attn.trace.record import load_trace
+
+Floats = npt.NDArray[np.float64]
+WORKERS = 132
+TOKENS, HIDDEN = 16384, 2048  # of the paper's grid
+CELL = re.compile(r"d(64|128) (full|causal) (\d+)")
+FITTED = ("compute", "reduce", "handoff", "prologue", "partial", "store", "fetch")
+# A time that the measurements say little about stays near where the fit began: e times it counts as this much error.
+PRIOR = 0.02
+LARGE = 0.05  # errors beyond this count more than by their square
+WITHIN, LEVEL = 0.10, 0.02  # what counts as predicted; policies closer than this are level
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A problem by the name it has in the results; `mask` is full or causal."""
+
+    name: str
+    problem: Problem
+
+    @staticmethod
+    def parse(name: str) -> Cell | None:
+        """A cell of the paper's grid: head dim, mask, tokens of a sequence."""
+        found = CELL.fullmatch(name)
+        if found is None:
+            return None
+        dim, length, mask = int(found[1]), int(found[3]), CAUSAL if found[2] == "causal" else FULL
+        heads = HIDDEN // dim
+        return Cell(name, Problem(TOKENS // length, heads, heads, length, length, dim, mask=mask))
+
+    @property
+    def dim(self) -> int:
+        return 64 if self.problem.dim <= 64 else 128  # as tiles are padded
+
+    @property
+    def config(self) -> KernelConfig:
+        mask = "causal" if self.problem.mask.is_causal else "full"
+        return select(self.problem.dim, "bf16", mask, True, self.problem.len_k)
+
+    def tiling(self) -> Tiling:
+        return tile(self.problem, TileShape(self.config.tile_m, self.config.tile_n))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measurement: microseconds of one policy in one cell, of the whole call or of the main kernel alone."""
+
+    cell: Cell
+    policy: str
+    us: float
+    main_only: bool = False
+
+    @cached_property
+    def placed(self) -> tuple[Program, Sequences]:
+        program = build(schedule(self.cell.tiling(), self.policy))
+        return program, place(program, WORKERS)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The model of a whole call of one head dim, in microseconds."""
+
+    machine: Machine
+    start: float
+    finish: float
+
+    def main(self, sample: Sample) -> float:
+        """Time of the main kernel."""
+        # Where a pass of its own finishes dQ, nobody takes the sum in.
+        takes_sum = sample.cell.config.last_finishes
+        machine = self.machine if takes_sum else replace(self.machine, fetch=0.0)
+        outcome = replay(*sample.placed, machine.costs())
+        return float(outcome.totals[:, 0].max())
+
+    def side(self, sample: Sample) -> float:
+        """What the call does beside it."""
+        if sample.main_only:
+            return 0.0
+        return self.start + (self.finish if sample.cell.config.finish == "postpass" else 0.0)
+
+    def predict(self, samples: Sequence[Sample]) -> Floats:
+        return np.array([self.main(s) + self.side(s) for s in samples])
+
+    def numbers(self) -> Floats:
+        return np.array([*(getattr(self.machine, name) for name in FITTED), self.start, self.finish])
+
+    def with_numbers(self, numbers: Floats) -> Call:
+        *times, start, finish = numbers.tolist()
+        return Call(replace(self.machine, **dict(zip(FITTED, times, strict=True))), start, finish)
+
+
+# Where a fit begins, per head dim: near the H200 it was made with, because a makespan as a function of these times has
+# many valleys. Split turns (head dim 64) keep both writers busy with halves of the same tile.
+BEGIN = {
+    128: Call(Machine(2.27, 1.1, 1.6, 1.0, 0.0, 0.1, store=1.0, fetch=0.5), 60.0, 30.0),
+    64: Call(Machine(2.65, 1.75, 0.1, 0.4, 0.0, 0.1, writers=1, store=1.2, fetch=1.4), 65.0, 25.0),
+}
+
+
+def read_samples(paths: Iterable[str | Path]) -> list[Sample]:
+    """Result files with rows {"cell": ..., "us": {policy: {"median": ...}}}, and traces (.npz). Where several speak of
+    one policy in one cell, the last is believed."""
+    found: dict[tuple[str, str, bool], Sample] = {}
+    for path in map(Path, paths):
+        for sample in [_of_trace(path)] if path.suffix == ".npz" else _of_results(path):
+            found[sample.cell.name, sample.policy, sample.main_only] = sample
+    if not found:
+        raise ValueError("no measured policy of the grid in these files (cells are named like 'd128 causal 4096')")
+    return list(found.values())
+
+
+def _of_results(path: Path) -> Iterator[Sample]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no benchmark results: {error!r}") from None
+    for row in rows:
+        cell = Cell.parse(str(row.get("cell")))
+        for name, us in row.get("us", {}).items():
+            policy, _, width = name.partition(":")
+            if cell is not None and policy in POLICIES and (not width or width.isdigit()):
+                yield Sample(cell, name, float(us["median"]))
+
+
+def _of_trace(path: Path) -> Sample:
+    """The main kernel's time without tracing, where it was taken, else as traced."""
+    trace = load_trace(path)
+    mask = CAUSAL if trace.program.mask == "causal" else FULL
+    problem = Problem(**trace.facts["problem"], mask=mask)
+    name = f"d{problem.dim} {mask} {problem.len_k}"
+    grid = Cell.parse(name)
+    cell = (
+        grid
+        if grid is not None and grid.problem == problem
+        else Cell(f"{name} {problem.batch}x{problem.heads_q}", problem)
+    )
+    us = trace.facts["us"].get("main") or measured(trace).makespan
+    return Sample(cell, trace.program.policy, us, main_only=True)
+
+
+def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
+    """Least squares of the relative errors, by damped Gauss-Newton steps in the logarithms of the times."""
+    target = np.array([s.us for s in samples])
+
+    def errors(x: Floats) -> Floats:
+        relative = np.log(begin.with_numbers(np.exp(x)).predict(samples) / target)
+        return np.concatenate([relative * np.sqrt(1 + (relative / LARGE) ** 2), PRIOR * (x - first)])
+
+    first = np.log(begin.numbers())
+    x, damping = first, 1e-2
+    now = errors(x)
+    for _ in range(rounds):
+        step = 0.02
+        slopes = np.stack([(errors(x + step * unit) - now) / step for unit in np.eye(len(x))], axis=1)
+        for _ in range(6):
+            normal = slopes.T @ slopes + damping * np.eye(len(x)) * max(1e-6, float(np.square(slopes).sum(0).max()))
+            move = np.clip(np.linalg.solve(normal, -slopes.T @ now), -0.7, 0.7)
+            then = errors(x + move)
+            if then @ then < now @ now:
+                gain = 1 - (then @ then) / (now @ now)
+                x, now, damping = x + move, then, damping / 4
+                break
+            damping *= 4
+        else:
+            break
+        if gain < 1e-3:
+            break
+    return begin.with_numbers(np.exp(x))
+
+
+@dataclass(frozen=True)
+class CellReport:
+    """One cell: (policy, measured, predicted) each, and what they say together."""
+
+    cell: str
+    policies: tuple[tuple[str, float, float], ...]
+    auto: str
+
+    @property
+    def worst(self) -> float:
+        """Largest relative error, signed."""
+        return max((predicted / us - 1 for _, us, predicted in self.policies), key=abs)
+
+    @property
+    def auto_error(self) -> float | None:
+        """Relative error for the policy that `auto` takes; None if it was not measured."""
+        return next((predicted / us - 1 for policy, us, predicted in self.policies if policy == self.auto), None)
+
+    @property
+    def ranked(self) -> bool:
+        """No two policies that differ measurably are predicted the other way round."""
+        rows = [(us, predicted) for _, us, predicted in self.policies]
+        return all(not (a < b * (1 - LEVEL) and x > y) for a, x in rows for b, y in rows)
+
+    @property
+    def choice(self) -> str:
+        """The policy that is predicted to be the fastest."""
+        return min(self.policies, key=lambda row: row[2])[0]
+
+    @property
+    def auto_loss(self) -> float | None:
+        """How far the policy that `auto` takes is behind the best measured; None if it was not measured."""
+        mine = [us for policy, us, _ in self.policies if policy == self.auto]
+        return mine[0] / min(us for _, us, _ in self.policies) - 1 if mine else None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The fitted model of each head dim, and how it does."""
+
+    calls: dict[int, Call]
+    cells: tuple[CellReport, ...]
+
+    @property
+    def predicted(self) -> int:
+        return sum(abs(cell.worst) <= WITHIN for cell in self.cells)
+
+    @property
+    def ranked(self) -> int:
+        return sum(cell.ranked for cell in self.cells)
+
+    def to_json(self) -> dict[str, Any]:
+        """What h200.json of dash_attn.simulate holds: times in microseconds, to the nanosecond."""
+
+        def rounded(call: Call) -> dict[str, Any]:
+            times = {name: round(value, 3) for name, value in asdict(call.machine).items()}
+            return {"machine": times, "start": round(call.start, 1), "finish": round(call.finish, 1)}
+
+        return {str(dim): rounded(call) for dim, call in sorted(self.calls.items())}
+
+
+def calibrate(samples: Sequence[Sample]) -> Calibration:
+    """Fit each head dim for itself, and hold the outcome against what was measured."""
+    calls: dict[int, Call] = {}
+    cells: list[CellReport] = []
+    for dim in sorted({s.cell.dim for s in samples}, reverse=True):
+        mine = [s for s in samples if s.cell.dim == dim]
+        calls[dim] = fit(mine, BEGIN[dim])
+        predicted = calls[dim].predict(mine)
+        rows: dict[str, list[tuple[str, float, float]]] = {}
+        for sample, us in zip(mine, predicted.tolist(), strict=True):
+            name = sample.cell.name + (" (main kernel)" if sample.main_only else "")
+            rows.setdefault(name, []).append((sample.policy, sample.us, us))
+        auto = {s.cell.name: str(choose(s.cell.tiling())) for s in mine}
+        cells += [CellReport(name, tuple(r), auto[name.removesuffix(" (main kernel)")]) for name, r in rows.items()]
+    return Calibration(calls, tuple(cells))

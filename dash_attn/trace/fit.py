@@ -1,0 +1,49 @@
+"""The machine model read off a trace: medians of what tasks, chains and turns took."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dash_attn.simulate import Machine
+from dash_attn.trace.measured import Floats, Measured
+
+
+def fit_trace(found: Measured) -> Machine:
+    """A Machine whose every time is the median of its counterpart in the trace."""
+    program, base = found.trace.program, Machine()
+    tasks, task, chain = program.expand(), found.task, found.chain
+    own = found.pitch() - found.blocked
+    compute = median(own[~tasks.partial], base.compute)
+    granted = found.granted
+    # A hand-over shows where the next contribution was already there and waited for it.
+    order = np.lexsort((tasks.turn, tasks.target))
+    before, after = order[:-1], order[1:]
+    waited = (tasks.target[before] == tasks.target[after]) & (task["turn"][after] > task["staged"][after])
+    handoff = (task["turn"][after] - task["landed"][before])[waited]
+    # The last contributor's slot comes with the sum in it, where it finishes dQ and could not do so at once.
+    last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
+    finishes = found.trace.facts.get("config", {}).get("finish") == "last"
+    fetched = last & finishes & (task["turn"] > task["computed"])
+    since = chain["staged"][:-1]
+    begin = np.full(len(chain["begun"]), np.nan)
+    has_tasks = np.diff(program.task_first)[found.trace.placement.chains] > 0
+    begin[has_tasks] = task["begun"][found.first_tasks]
+    inner = np.ones(len(begin), bool)
+    inner[found.trace.placement.first[:-1]] = False  # a worker's first chain has start-up in it
+    return Machine(
+        compute=compute,
+        reduce=median(task["landed"] - granted, base.reduce),
+        handoff=median(handoff, base.handoff),
+        prologue=median((begin[1:] - since)[inner[1:]], base.prologue),
+        epilogue=median(chain["staged"] - chain["begun"] - (chain["slot"] - chain["computed"]), base.epilogue),
+        partial=max(0.0, median(own[tasks.partial], compute + base.partial) - compute),
+        writers=1 if found.split else base.writers,
+        store=median(chain["landed"] - chain["staged"], base.store),
+        fetch=median((task["slot"] - task["turn"])[fetched], base.fetch),
+    )
+
+
+def median(values: Floats, otherwise: float) -> float:
+    """Rounded to the nanosecond; what cannot be seen in this trace stays as it was."""
+    seen = values[np.isfinite(values)]
+    return max(0.0, round(float(np.median(seen)), 3)) if len(seen) else otherwise

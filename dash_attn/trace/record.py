@@ -1,0 +1,60 @@
+"""A trace as it came off the GPU, to and from file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.program import Program, Sequences, load, save
+
+EVENTS, FIRST, CHAINS, FACTS = ("trace_events", "trace_first", "trace_chains", "trace_facts")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Events of one backward: `events[worker, 1 + entry]` holds STAMPS of kernels/sm90/config.py, row 0 HEAD.
+
+    `placement` has no idle workers. `facts` says what ran where, and how long it takes without tracing.
+    """
+
+    program: Program
+    placement: Sequences
+    events: npt.NDArray[np.int64]
+    facts: dict[str, Any]
+
+
+def without_idle(placement: Sequences) -> Sequences:
+    """As the kernel is launched: a worker without chains gets no CTA."""
+    used = np.flatnonzero(np.diff(placement.first))
+    return Sequences(np.append(placement.first[:-1][used], placement.first[-1]), placement.chains)
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """A program file with the events beside the tables: `dash-attn verify` reads it too."""
+    first, chains = trace.placement.first, trace.placement.chains
+    extra: dict[str, npt.NDArray[Any]] = {
+        EVENTS: trace.events,
+        FIRST: first,
+        CHAINS: chains,
+        FACTS: np.array(json.dumps(trace.facts)),
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    save(trace.program, path, extra)
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace; ValueError says what is wrong with a file that is none."""
+    if not Path(path).is_file():
+        raise ValueError(f"no such file: {path}")
+    program = load(path)
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            placement = Sequences(archive[FIRST], archive[CHAINS])
+            return Trace(program, placement, archive[EVENTS], json.loads(str(archive[FACTS])))
+    except KeyError:
+        raise ValueError(f"{path} is a program without a trace: make one with python -m dash_attn.trace") from None

@@ -1,0 +1,116 @@
+"""Fits of made-up measurements, and what the report says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dash_attn.program import build
+from dash_attn.schedule import applicable, schedule
+from dash_attn.simulate import Machine, simulate
+from dash_attn.trace.calibrate import BEGIN, Call, Cell, CellReport, Sample, calibrate, fit, read_samples
+from dash_attn.trace.fit import fit_trace
+from dash_attn.trace.measured import measured
+from dash_attn.trace.record import save_trace
+from tests.trace.synthetic import HAND_OVER, program_of, synthetic
+
+POLICIES = {"full": ("shift:64", "fa3"), "causal": ("symmetric_shift:64", "spt", "descending")}
+
+
+def made_up(truth: Call, dim: int) -> list[Sample]:
+    found = []
+    for mask, policies in POLICIES.items():
+        for length in (512, 2048):
+            cell = Cell.parse(f"d{dim} {mask} {length}")
+            assert cell is not None
+            found += [Sample(cell, policy, float(truth.predict([Sample(cell, policy, 1.0)])[0])) for policy in policies]
+    return found
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_fit_finds_what_made_the_times(dim: int) -> None:
+    begin = BEGIN[dim]
+    machine = replace(begin.machine, compute=begin.machine.compute * 1.2, reduce=begin.machine.reduce * 0.8)
+    truth = Call(machine, begin.start * 1.3, begin.finish)
+    samples = made_up(truth, dim)
+    found = fit(samples, begin)
+    errors = found.predict(samples) / np.array([s.us for s in samples]) - 1
+    assert np.abs(errors).max() < 0.02
+    assert found.machine.compute == pytest.approx(truth.machine.compute, rel=0.05)
+
+
+def test_result_files(tmp_path: Path) -> None:
+    rows = [
+        {
+            "cell": "d128 full 512",
+            "us": {"fa4": {"median": 1}, "shift:64": {"median": 400}, "any (fa3)": {"median": 3}},
+        },
+        {"cell": "d128 full 512", "us": {'fa3 {"split": true}': {"median": 5}, "fa3": {"median": 500.0}}},
+        {"cell": "LLaMA3-8B 1x8192", "us": {"fa3": {"median": 7}}},
+        {"cell": "d128 full 512", "deviation": {}},
+    ]
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"rows": rows}))
+    later = tmp_path / "later.json"
+    later.write_text(json.dumps({"rows": [{"cell": "d128 full 512", "us": {"fa3": {"median": 510.0}}}]}))
+    assert [(s.policy, s.us) for s in read_samples([path, later])] == [("shift:64", 400), ("fa3", 510)]
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="holds no benchmark results"):
+        read_samples([path])
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="no measured policy"):
+        read_samples([path])
+
+
+def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
+    program = program_of("causal")
+    trace = synthetic(program, 12, Machine())
+    problem = dict(batch=2, heads_q=4, heads_kv=4, len_q=1024, len_k=1024, dim=128, dtype="bfloat16")
+    save_trace(replace(trace, facts={"problem": problem, "us": {"main": 123.0}}), tmp_path / "events.npz")
+    (sample,) = read_samples([tmp_path / "events.npz"])
+    assert sample.us == 123.0 and sample.main_only and sample.cell.name == "d128 causal 1024 2x4"
+    report = calibrate([sample])
+    assert report.predicted == 1 and set(report.to_json()) == {"128"}
+    assert Machine(**report.to_json()["128"]["machine"]) is not None
+
+
+def test_what_counts_as_ranked() -> None:
+    def cell(*rows: tuple[str, float, float]) -> CellReport:
+        return CellReport("cell", rows, "a")
+
+    assert cell(("a", 100, 90), ("b", 101, 80)).ranked, "1 % apart is level"
+    assert not cell(("a", 100, 90), ("b", 110, 80)).ranked
+    assert cell(("a", 100, 90), ("b", 110, 95), ("c", 200, 140)).worst == pytest.approx(-0.3)
+    assert cell(("a", 110, 1), ("b", 100, 1)).auto_loss == pytest.approx(0.1)
+    assert cell(("b", 100, 1)).auto_loss is None and cell(("b", 100, 1)).auto_error is None
+    assert cell(("a", 110, 99), ("b", 100, 98)).choice == "b"
+    assert cell(("a", 110, 99)).auto_error == pytest.approx(-0.1)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("length", [1024, 4096])
+def test_auto_takes_what_the_fitted_machine_would(dim: int, mask: str, length: int) -> None:
+    cell = Cell.parse(f"d{dim} {mask} {length}")
+    assert cell is not None
+    machine = Machine.h200(dim, cell.config.last_finishes)
+
+    def makespan(policy: str) -> float:
+        return simulate(build(schedule(cell.tiling(), policy)), 132, machine, record=False).makespan
+
+    best = min(makespan(name) for name in applicable(cell.tiling()) if name != "search")
+    assert makespan("auto") <= 1.02 * best
+
+
+@pytest.mark.parametrize("policy", ["auto", "fa3"])
+def test_medians_of_a_trace_are_the_machine(policy: str) -> None:
+    model = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
+    found = fit_trace(measured(synthetic(program_of("causal", policy), 12, model)))
+    want = replace(model, prologue=model.prologue + model.epilogue - HAND_OVER, epilogue=HAND_OVER, store=0.2)
+    for name, value in asdict(found).items():
+        if policy != "auto" or name != "handoff":  # where nothing waits, no hand-over shows
+            assert value == pytest.approx(getattr(want, name), abs=0.01), name

@@ -1,0 +1,81 @@
+"""Events back into time: what the stamps of known runs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dash_attn.program import load, save
+from dash_attn.simulate import Machine, simulate
+from dash_attn.timeline import ROLES
+from dash_attn.trace.measured import measured, shares
+from dash_attn.trace.record import load_trace, save_trace
+from dash_attn.trace.timelines import simulated, timeline
+from tests.trace.synthetic import program_of, synthetic
+
+MODEL = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("mask", "workers"), [("full", 12), ("causal", 13), ("causal", 200)])
+def test_times_are_those_of_the_run(mask: str, workers: int, split: bool) -> None:
+    program = program_of(mask)
+    found = measured(synthetic(program, workers, MODEL, split=split))
+    line, same = timeline(found), simulate(program, workers, MODEL).timeline
+    for role in ROLES:
+        assert line.total(role) == pytest.approx(same.total(role), rel=1e-3, abs=0.5)
+    order = np.arange(program.num_tasks)  # compute events come first, in task order
+    np.testing.assert_allclose(line.begin[order], same.begin[order], atol=0.01)
+    np.testing.assert_array_equal(line.worker[order], found.sm[found.rows.task_worker])
+
+
+def test_rows_are_sms() -> None:
+    found = measured(synthetic(program_of(), 12, MODEL))
+    result, line = simulated(found, MODEL)
+    assert sorted(found.sm) == list(range(12)) and line.workers == 12
+    tasks = np.arange(found.trace.program.num_tasks)
+    np.testing.assert_array_equal(line.worker[tasks], timeline(found).worker[tasks])
+    assert result.makespan == pytest.approx(found.makespan, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["auto", "fa3", "spt"])
+def test_shares_add_up(policy: str) -> None:
+    program = program_of("causal", policy)
+    found = measured(synthetic(program, 12, MODEL))
+    sums, model = shares(found), simulate(program, 12, MODEL, record=False)
+    parts = sums.compute + sums.slots + sums.loads + sums.edges + sums.idle
+    assert parts == pytest.approx(sums.whole, rel=1e-3)
+    assert sums.compute == pytest.approx(
+        (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3
+    )
+    assert sums.slots == pytest.approx(model.blocked, rel=1e-2, abs=1.0)
+    assert sums.turns == pytest.approx(model.stall, rel=1e-2, abs=1.0)
+
+
+def test_files(tmp_path: Path) -> None:
+    trace = synthetic(program_of(), 12, MODEL)
+    save_trace(trace, tmp_path / "events.npz")
+    back = load_trace(tmp_path / "events.npz")
+    np.testing.assert_array_equal(back.events, trace.events)
+    assert back.facts == trace.facts and back.program.fingerprint == trace.program.fingerprint
+    assert load(tmp_path / "events.npz").fingerprint == trace.program.fingerprint
+    save(trace.program, tmp_path / "program.npz")
+    with pytest.raises(ValueError, match="a program without a trace"):
+        load_trace(tmp_path / "program.npz")
+    with pytest.raises(ValueError, match="no such file"):
+        load_trace(tmp_path / "none.npz")
+
+
+def test_what_is_missing_is_noticed() -> None:
+    trace = synthetic(program_of(), 12, MODEL)
+    holes = trace.events.copy()
+    holes[3, 4, 7] = 0
+    with pytest.raises(ValueError, match="incomplete"):
+        measured(replace(trace, events=holes))
+    with pytest.raises(ValueError, match="too few"):
+        measured(replace(trace, events=trace.events[:, :5]))
+    with pytest.raises(ValueError, match="do not belong"):
+        measured(replace(trace, events=trace.events[:5]))
