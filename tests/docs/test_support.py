@@ -23,7 +23,8 @@ HEAD = """# What is supported
 
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
 
-Each row names the tests that show it. *CPU*: run by `make test`. *GPU*: run by `make gpu-test`, on a Hopper GPU.
+Each row names the tests that show it. *CPU*: run by `make test`. *GPU*: run by `make gpu-test`, on a Hopper GPU;
+those of Transformers, of traces and of the examples have not been run there yet.
 *Refused*: an error that says what to do instead. *No test*: it may work, nothing here shows it.
 """
 
