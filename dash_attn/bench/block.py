@@ -131,7 +131,7 @@ def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Ba
     return {
         "fa4 det": lambda: peers.fa4(problem, device, True),
         "fa4": lambda: peers.fa4(problem, device, False),
-        order: lambda: settings.ours.function(problem, device, order),
+        settings.ours.default(problem): lambda: settings.ours.function(problem, device, order),
     }
 
 
@@ -148,7 +148,7 @@ def measure_block(model: Model, case: Case, settings: Settings, dtype: torch.dty
         "cell": case.name,
         "model": model.name,
         "shape": shape_of(problem),
-        "default": settings.ours.orders(problem)[0],
+        "default": settings.ours.default(problem),
         "forward": backend_for(device).forward_provider(problem),
         **{key: {} for key in ("us", "parts", "peak_bytes", "deviation", "same_bits", "missing", "failed")},
     }

@@ -78,7 +78,13 @@ def parser() -> Parser:
     )
     made.add_argument("--policies", type=names, help=f"orders of ours: some of {', '.join(POLICIES)}, with :width")
     made.add_argument("--any", action=argparse.BooleanOptionalAction, help="also ours without an order, the control")
-    made.add_argument("--config", type=_json_object, default={}, help="JSON of kernel config fields to change")
+    made.add_argument(
+        "--config",
+        type=_json_object,
+        nargs="+",
+        default=[{}],
+        help="JSON of kernel config fields to change, one or more",
+    )
     made.add_argument("--rounds", type=int, help="samples of each variant (default 7, --quick 5)")
     made.add_argument("--budget-ms", type=float, help="time of each variant (default 60, --quick 25)")
     made.add_argument("--programs", type=Path, help="folder of prepared programs, filled where it has none")
@@ -162,7 +168,8 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
     for policy in policies:
         if parse(policy).policy not in POLICIES:
             raise ValueError(f"--policies {policy!r}: choose from {', '.join(POLICIES)}")
-    ours = Ours(policies, suite.unordered if args.any is None else args.any, args.prepare or args.programs, args.config)
+    unordered = suite.unordered if args.any is None else args.any
+    ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
     how = (args.rounds or (5 if args.quick else 7), args.budget_ms or (25.0 if args.quick else 60.0))
     return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
 

@@ -44,7 +44,7 @@ def measure(case: Case, settings: Settings) -> Row:
         "cell": case.name,
         "shape": shape_of(case.problem),
         "flops": case.flops,
-        "default": settings.ours.orders(case.problem)[0],
+        "default": settings.ours.default(case.problem),
         "us": {},
         "peak_bytes": {},
         "error": {},

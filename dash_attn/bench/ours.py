@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from dash_attn.verify import verify
 WORKERS = 132  # SMs of the GPUs that programs are prepared for
 # The first is what `auto` chooses.
 USUAL = {
-    "full": ("shift:64", "descending", "fa3"),
-    "causal": ("symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3"),
+    "full": ("shift:64", "descending", "spt", "fa3", "search:64"),
+    "causal": ("symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
 }
 ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal"}
 
@@ -40,7 +40,7 @@ class Ours:
     policies: tuple[str, ...] = ()
     unordered: bool = True
     programs: Path | None = None
-    config: Mapping[str, Any] = field(default_factory=dict)  # fields of the kernel's config to change
+    configs: tuple[Mapping[str, Any], ...] = ({},)  # fields of the kernel's config to change: a variant for each
 
     def orders(self, problem: Problem) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
@@ -49,14 +49,23 @@ class Ours:
         return asked or list(USUAL[mask][:1] if self.policies else USUAL[mask])
 
     def variants(self, problem: Problem) -> list[Variant]:
-        """A variant for each order, and one without, in the launch order of the first."""
+        """A variant for each order and config, and one without order, in the launch order of the first."""
         orders = self.orders(problem)
-        made = [Variant(order, True, partial(self.prepare, order=order, ordered=True)) for order in orders]
+        made = [
+            Variant(_named(order, config), True, partial(replace(self, configs=(config,)).prepare, order=order))
+            for order in orders
+            for config in self.configs
+        ]
         if self.unordered:
-            made.append(Variant(f"any ({orders[0]})", False, partial(self.prepare, order=orders[0], ordered=False)))
+            unordered = partial(self.prepare, order=orders[0], ordered=False)
+            made.append(Variant(f"any ({_named(orders[0], self.configs[0])})", False, unordered))
         return made
 
-    def prepare(self, problem: Problem, sets: Sequence[Operands], *, order: str, ordered: bool) -> list[Call]:
+    def default(self, problem: Problem) -> str:
+        """The name of the variant that stands for us."""
+        return _named(self.orders(problem)[0], self.configs[0])
+
+    def prepare(self, problem: Problem, sets: Sequence[Operands], *, order: str, ordered: bool = True) -> list[Call]:
         run = self.function(problem, sets[0].q.device, order, ordered)
         return [partial(run, s) for s in sets]
 
@@ -73,7 +82,7 @@ class Ours:
 
         hopper.require(device)
         cfg = hopper.config_of(problem, ordered)
-        cfg = replace(cfg, **self.config).validate() if self.config else cfg
+        cfg = replace(cfg, **self.configs[0]).validate()
         program, placed = self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, resident_workers(device))
         rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
         tables, scale = DeviceTables.of(program, placed, rows, device), problem.softmax_scale
@@ -104,6 +113,10 @@ class Ours:
         for order in self.orders(problem):
             self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, WORKERS)
         return len(self.orders(problem))
+
+
+def _named(order: str, config: Mapping[str, Any]) -> str:
+    return " ".join([order, *(f"{name}={value}" for name, value in config.items())])
 
 
 @lru_cache(maxsize=16)

@@ -251,3 +251,10 @@ def test_tables_of_the_committed_results() -> None:
     row["peak_bytes"] = {"shift:64": 123e6}
     assert "123" in report.memory(result)[1][0] and "peak MB" in report.summary(result)
     assert report.price(row, "fa2") is None and report.is_ours("fa3") and not report.is_ours("fa4 det")
+
+
+def test_a_variant_for_each_config() -> None:
+    ours = Ours(("fa3",), configs=({}, {"ahead": True, "soft_exp": 4}))
+    names = [variant.name for variant in ours.variants(TINY.problem)]
+    assert names == ["fa3", "fa3 ahead=True soft_exp=4", "any (fa3)"] and ours.default(TINY.problem) == "fa3"
+    assert [report.is_ours(name) for name in names] == [True, True, False]
