@@ -29,16 +29,19 @@ CHUNK = 4  # pairs of LSE loaded at a time: all would not fit
 @dataclass(frozen=True)
 class AheadConsumer(Consumer):
     @cute.jit
-    def chain(self, gemms, grads, task, i):
-        p = gemms.score_acc()
-        self.issue_scores(gemms, p, task)
-        warpgroup.wait_group(0)
-        flags = self.probabilities(p, task, task + i)
-        while (flags & ENDS) == 0:
-            flags = self.ahead_task(gemms, (*grads, p), (task, task + i, flags), True)
+    def chain(self, gemms, grads, where):
+        task, i, done = where
+        if done == 0:
+            p = gemms.score_acc()
+            self.issue_scores(gemms, p, task)
+            warpgroup.wait_group(0)
+            flags = self.probabilities(p, task, task + i)
+            while (flags & ENDS) == 0:
+                flags = self.ahead_task(gemms, (*grads, p), (task, task + i, flags), True)
+                task = task + 1
+            self.ahead_task(gemms, (*grads, p), (task, task + i, flags), False)
             task = task + 1
-        self.ahead_task(gemms, (*grads, p), (task, task + i, flags), False)
-        return task + 1
+        return task
 
     @cute.jit
     def issue_scores(self, gemms, s, task):

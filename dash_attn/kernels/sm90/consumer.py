@@ -38,24 +38,25 @@ class Consumer:
             cta.bars.wait("k_full", 0, i & 1)
             dk.fill(0.0)
             dv.fill(0.0)
+            done = Int32(0)
             if cta.views.info[0, i & 1] == 0:
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
-            else:
-                task = self.chain(gemms, (dk, dv), task, i)
+                done = Int32(1)
+            task = self.chain(gemms, (dk, dv), (task, i, done))
             if const_expr(cta.cfg.trace):
                 tie_clocks(cta, task + i)
             self.hand_over_dk(gemms, dk)
             self.hand_over_dv(gemms, dv, task + i)
 
     @cute.jit
-    def chain(self, gemms, grads, task, i):
-        """The tasks of chain i, of which there is one at least; the number of the task after them."""
-        done = Int32(0)
+    def chain(self, gemms, grads, where):
+        """The tasks of chain i from number `task` on, unless it is done; the number of the task after them."""
+        task, i, done = where
         while done == 0:
-            done = self.task(gemms, grads, task, task + i) & ENDS
-            task = task + 1
+            flags = self.task(gemms, grads, task, task + i)
+            task, done = task + 1, flags & ENDS
         return task
 
     @cute.jit
