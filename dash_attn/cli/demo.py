@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dash_attn import cpu, viz
-from dash_attn.cli.gpu_demo import HEADER, gpu_rows, gpu_table, hopper
+from dash_attn.cli.doctor import usable_device
+from dash_attn.cli.gpu_demo import HEADER, gpu_rows, gpu_table
 from dash_attn.cli.tables import console, policy_rows, policy_table
 from dash_attn.plan import Plan, placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
@@ -78,8 +79,8 @@ def run_demo(out: Path, quick: bool) -> None:
         )
     ]
     bits_repeat = all(outcome.same_bits for outcome in outcomes)
-    if hopper():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = usable_device()
+    if device.type == "cuda":
         screen.print("A Hopper GPU: compiling the kernels takes up to a minute the first time.")
         rows = gpu_rows(device)
         screen.print(gpu_table(rows, device))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch
 from rich.table import Table
 from torch import Tensor
@@ -12,12 +10,6 @@ import dash_attn
 from dash_attn.bench.timing import sample
 
 HEADER = ["mask", "head dim", "same bits", "without turns", "error", "torch's error", "backward", "torch's backward"]
-
-
-def hopper() -> bool:
-    """Whether the kernel can run here."""
-    found = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return found and find_spec("cutlass") is not None and find_spec("tvm_ffi") is not None
 
 
 def gpu_rows(device: torch.device, length: int = 2048, repeats: int = 20) -> list[list[str]]:
