@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dash_attn.api import hopper
+from dash_attn.bench.timing import sample
 from dash_attn.kernels.sm90.config import with_trace
 from dash_attn.kernels.sm90.launch import Grads, Inputs, Workspace, backward, resident_workers, trace_backward
 from dash_attn.plan import placement, plan
@@ -60,7 +61,8 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     def call() -> Grads:
         return backward(cfg, tables, inputs, scale=scale, into=into, workspace=ws)
 
-    us = {"call": timed(call)}
+    sample([call], 2, device)
+    us = {"call": statistics.median(sample([call], 1, device) for _ in range(REPEATS))}
     grads, events = trace_backward(with_trace(cfg), tables, inputs, scale=scale)
     us |= profiled(call)
     facts = {
@@ -73,20 +75,6 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
         "same_bits": all(torch.equal(a, b) for a, b in zip(grads, into, strict=True)),
     }
     return Trace(planned.program, without_idle(placement(planned, workers)), events, facts)
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Microseconds of a whole call."""
-    samples: list[float] = []
-    for repeat in range(REPEATS + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            samples.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(samples)
 
 
 def profiled(call: Callable[[], object]) -> dict[str, float]:
