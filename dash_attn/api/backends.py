@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +27,12 @@ class Options:
     sm_margin: int = 0
 
 
+Backward = Callable[[Operands, Gradients], None]  # writes what it is given to write to
+
+
 class Backend(Protocol):
-    """Tensors are (batch, seqlen, heads, dim) and checked; what `backward` gives is written to `into` if given."""
+    """Tensors are (batch, seqlen, heads, dim) and checked. A backward is bound to its plan once, with the tensors of
+    its first call; those of later calls are like them in all but values and addresses."""
 
     name: str
     always_deterministic: bool
@@ -40,7 +45,7 @@ class Backend(Protocol):
 
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients: ...
+    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward: ...
 
     def workers(self, planned: Plan) -> int: ...
 
@@ -66,8 +71,12 @@ class CpuBackend:
     def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return cpu.forward(problem, q, k, v)
 
-    def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
-        return cpu.backward(planned.problem, planned.program, placement(planned, self.workers(planned)), operands, into)
+    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward:
+        def gradients(operands: Operands, into: Gradients) -> None:
+            placed = placement(planned, self.workers(planned))  # torch's number of threads may have changed
+            cpu.backward(planned.problem, planned.program, placed, operands, into)
+
+        return gradients
 
     def workers(self, planned: Plan) -> int:
         return max(torch.get_num_threads(), planned.co_resident)

@@ -17,8 +17,8 @@ from dash_attn.api.arguments import (
     problem_of,
     wants_determinism,
 )
-from dash_attn.api.backends import Options, backend_for
-from dash_attn.api.calls import Call, recall
+from dash_attn.api.backends import Backward, Options, backend_for
+from dash_attn.api.calls import recall
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Mask
@@ -52,7 +52,7 @@ def backward(
     left to others; it never changes the bits. cu_seqlens on a GPU are waited for, lists and tensors on the CPU are not.
     """
 
-    def checked() -> Call:
+    def checked() -> Backward:
         problem = problem_of(
             q,
             k,
@@ -73,18 +73,20 @@ def backward(
             if given is not None:
                 check_room(name, given, model_name, model)
         backend = backend_for(q.device)
-        return Call(backend, plan(problem, backend.tile_shape(problem), policy))
+        planned = plan(problem, backend.tile_shape(problem), policy)
+        return backend.bound(planned, Options(ordered, sm_margin), tensors)
 
-    given = [x for x in (dq, dk, dv) if x is not None]
+    ordered = wants_determinism(deterministic)
+    tensors = [dout, q, k, v, out, lse]
+    tensors += [x for x in (dq, dk, dv) if x is not None]
     which = (dq is None, dk is None, dv is None)
     sides = window if isinstance(window, tuple) else ()
-    backend, planned = recall(
-        (dout, q, k, v, out, lse, *given),
+    gradients = recall(
+        tensors,
         (cu_seqlens_q, cu_seqlens_k),
-        (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, which),
+        (causal, window, *sides, mask, scale, policy, deterministic, ordered, sm_margin, which),
         checked,
     )
-    options = Options(wants_determinism(deterministic), sm_margin)
     into = Gradients(
         torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq,
         torch.empty_like(k, memory_format=torch.contiguous_format) if dk is None else dk,
@@ -94,5 +96,5 @@ def backward(
     if q.ndim == 3:
         # Views, so that what is written to them is written to what the caller gave.
         operands, target = Operands(*(x.unsqueeze(0) for x in operands)), Gradients(*(x.unsqueeze(0) for x in into))
-    backend.backward(planned, operands, target, options)
+    gradients(operands, target)
     return into

@@ -1,35 +1,24 @@
-"""Calls seen before: what is alike in all that is ever asked of arguments is not checked and planned again."""
+"""Backwards seen before: what is alike in all that is ever asked of arguments is not checked and planned again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from torch import Tensor
 
 from dash_attn.api.arguments import Boundaries
-from dash_attn.api.backends import Backend
-from dash_attn.plan import Plan
+from dash_attn.api.backends import Backward
 
 KEPT = 256  # as many as there are plans
-
-
-class Call(NamedTuple):
-    """What the checks of a call lead to."""
-
-    backend: Backend
-    planned: Plan
-
-
-_seen: dict[object, Call] = {}
+_seen: dict[object, Backward] = {}
 
 
 def recall(
     tensors: Iterable[Tensor],
     boundaries: Iterable[Boundaries | None],
     others: tuple[object, ...],
-    checked: Callable[[], Call],
-) -> Call:
+    checked: Callable[[], Backward],
+) -> Backward:
     """The outcome of `checked` for arguments alike: tensors in all but values, cu_seqlens and others in values too.
 
     Reading cu_seqlens from a GPU waits for it; a list or a tensor on the CPU does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dash_attn.api import forwards
-from dash_attn.api.backends import Options
+from dash_attn.api.backends import Backward, Options
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.kernels.sm90.config import HEAD_DIMS, KernelConfig, select
-from dash_attn.kernels.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward, resident_workers
+from dash_attn.kernels.sm90.launch import DeviceTables, Launch, Workspace, resident_workers
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -46,17 +47,29 @@ class HopperBackend:
         config_of(problem, True)
         return forwards.forward(problem, *(_aligned(x) for x in (q, k, v)))
 
-    def backward(self, planned: Plan, operands: Operands, into: Gradients | None, options: Options) -> Gradients:
-        cfg, tables, scale = launchable(planned, options, operands.q.device)
-        dout, q, k, v, out = _all_aligned(operands[:5])
-        inputs = Inputs(dout, q, k, v, out, operands.lse.contiguous())
-        found = backward(cfg, tables, inputs, scale=scale, into=None if into is None else Grads(*_all_aligned(into)))
-        if into is None:
-            return Gradients(*found)
-        for given, got in zip(into, found, strict=True):
-            if given is not got:
-                given.copy_(got)
-        return into
+    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward:
+        ready = launchable(planned, options, alike[0].device)
+        if any(x.numel() == 0 for x in alike):
+            return _zero
+        launch = Launch(*ready)
+        fit = _fit(*[x.stride() for x in (*alike[:5], *alike[6:])])  # all but lse
+
+        def gradients(operands: Operands, into: Gradients) -> None:
+            dout, q, k, v, out, lse = operands
+            starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+            for grad in into:
+                starts |= grad.data_ptr()
+            lse = lse.contiguous()
+            if fit and starts % 16 == 0:
+                launch((dout, q, k, v, out, lse), into)
+                return
+            found = tuple(_aligned(x) for x in into)
+            launch((*(_aligned(x) for x in operands[:5]), lse), found)
+            for given, got in zip(into, found, strict=True):
+                if given is not got:
+                    given.copy_(got)
+
+        return gradients
 
     def workers(self, planned: Plan) -> int:
         return resident_workers(torch.device("cuda", torch.cuda.current_device()))
@@ -93,7 +106,11 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
     return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)
 
 
-@lru_cache(maxsize=256)
+def _zero(operands: Operands, into: Gradients) -> None:
+    for grad in into:
+        grad.zero_()
+
+
 def launchable(planned: Plan, options: Options, device: torch.device) -> tuple[KernelConfig, DeviceTables, float]:
     """The kernel, its tables and the softmax scale, or an error if too few processors are left."""
     workers = resident_workers(device) - options.sm_margin
@@ -114,14 +131,6 @@ def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.devi
     return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
 
 
-def _all_aligned(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """_aligned of each, in one look where nothing is amiss."""
-    starts = 0
-    for x in tensors:
-        starts |= x.data_ptr()
-    return tensors if starts % 16 == 0 and _fit(*[x.stride() for x in tensors]) else tuple(map(_aligned, tensors))
-
-
 def _aligned(x: Tensor) -> Tensor:
     """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
     if x.data_ptr() % 16 == 0 and _fit(x.stride()):
@@ -129,6 +138,5 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss
 
 
-@lru_cache(maxsize=1024)
 def _fit(*strides: tuple[int, ...]) -> bool:
     return all(last == 1 and all(s > 0 and s % 8 == 0 for s in others) for *others, last in strides)

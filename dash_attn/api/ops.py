@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import DTYPES, documents_of, wants_determinism
-from dash_attn.api.backends import Options, backend_for
-from dash_attn.api.calls import Call, recall
+from dash_attn.api.backends import Backward, Options, backend_for
+from dash_attn.api.calls import recall
 from dash_attn.cpu import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Documents, Mask, Problem, TileMask
@@ -106,18 +106,19 @@ def backward(
     deterministic: bool | None,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def checked() -> Call:
+    def checked() -> Backward:
         problem = Posed(left, right, list(documents), tiles, scale).problem(q, k, cu_seqlens_q, cu_seqlens_k)
         backend = backend_for(q.device)
-        return Call(backend, plan(problem, backend.tile_shape(problem), policy))
+        planned = plan(problem, backend.tile_shape(problem), policy)
+        return backend.bound(planned, Options(ordered, sm_margin), operands)
 
-    posed = (left, right, tuple(documents), tiles, scale, policy)
-    backend, planned = recall((q, k), (cu_seqlens_q, cu_seqlens_k), posed, checked)
     # None reaches here from compiled code: its answer must be that of the call, not that of the compilation.
-    options = Options(wants_determinism(deterministic), sm_margin)
+    ordered, operands = wants_determinism(deterministic), Operands(dout, q, k, v, out, lse)
+    posed = (left, right, tuple(documents), tiles, scale, policy, ordered, sm_margin)
+    gradients = recall(operands, (cu_seqlens_q, cu_seqlens_k), posed, checked)
     into = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
-        backend.backward(planned, Operands(dout, q, k, v, out, lse), into, options)
+        gradients(operands, into)
     return into.dq, into.dk, into.dv
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dash_attn.api import attention, flash_attn_func, flash_attn_varlen_func, ops
+from dash_attn.api import attention, calls, flash_attn_func, flash_attn_varlen_func, ops
 from dash_attn.api.attention import Order
 from dash_attn.api.ops import Posed
 from dash_attn.problem import CAUSAL, FULL, Mask, documents, tiles, window
@@ -146,6 +146,7 @@ def test_determinism_is_read_when_compiled_code_runs(
     compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
+    monkeypatch.setattr(calls, "_seen", {})
     monkeypatch.setattr(ops, "Options", lambda *how: asked.append(how[0]))
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
     run = compiled(attention)

@@ -31,7 +31,7 @@ def arguments(cfg: KernelConfig) -> tuple[launch.DeviceTables, launch.Inputs]:
 
 def test_contributions_are_kept_by_plane_tile_turn_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = with_debug(select(128, "bf16", "full"))
-    monkeypatch.setattr(launch, "launch", lambda *a: None)
+    monkeypatch.setattr(launch, "Launch", lambda *made: lambda *given: None)
     found = launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
     assert found.contributions.shape == (2, 4, 3, 2, cfg.half_floats) and found.contributions.isnan().all()
     assert found.dq_sum.shape == (2, 4, 2, cfg.half_floats)
@@ -45,7 +45,7 @@ def test_who_waits_for_what_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> 
         args[-1].reports[2, 1] = torch.tensor([row[name] for name in REPORT])
         raise RuntimeError("unspecified launch failure")
 
-    monkeypatch.setattr(launch, "launch", trap)
+    monkeypatch.setattr(launch, "Launch", lambda *made: trap)
     says = r"not come:\n  worker 2, writer 1, entry 7: q tile 3 of plane 1 at turn 2, waits for 4$"
     with pytest.raises(RuntimeError, match=says):
         launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
@@ -57,7 +57,7 @@ def test_other_failures_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(launch, "launch", fail)
+    monkeypatch.setattr(launch, "Launch", lambda *made: fail)
     with pytest.raises(RuntimeError, match=r"^out of memory"):
         launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
 

@@ -39,7 +39,7 @@ def test_the_kernel_is_given_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(launch, "kernels", lambda cfg: (lambda *args: None, ran, None))
     _, events = launch.trace_backward(cfg, *arguments(cfg), scale=1.0)
     (_, stats, _, facts), *others = given
-    assert len(others) == 3 and stats[-1].shape == events.shape and len(stats) == 7 and len(facts) == 2
+    assert len(others) == 3 and stats[-1].shape == events.shape and len(stats) == 5 and len(facts) == 2
 
 
 def test_builds_are_not_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,10 @@ def q(tokens: int = 100) -> torch.Tensor:
     return torch.empty(1, tokens, 2, 64)
 
 
+def kept(like: torch.Tensor) -> Workspace:
+    return Workspace.kept(CFG, like)[0]
+
+
 @pytest.fixture(autouse=True)
 def default_stream(monkeypatch):
     monkeypatch.setattr(launch, "on_default_stream", lambda device: True)
@@ -23,23 +27,23 @@ def default_stream(monkeypatch):
 
 
 def test_the_next_call_of_a_size_uses_it_again():
-    first = Workspace.kept(CFG, q())
-    assert Workspace.kept(CFG, q()).dq_sum is first.dq_sum
-    assert Workspace.kept(CFG, q(200)).dq_sum.shape != first.dq_sum.shape
-    assert Workspace.kept(CFG, q()).dq_sum is not first.dq_sum  # only the last is kept
+    first = kept(q())
+    assert kept(q()).dq_sum is first.dq_sum
+    assert kept(q(200)).dq_sum.shape != first.dq_sum.shape
+    assert kept(q()).dq_sum is not first.dq_sum  # only the last is kept
 
 
 def test_not_on_other_streams_nor_large(monkeypatch):
     monkeypatch.setattr(launch, "KEPT_FLOATS", 100 * 2 * 64)
-    assert Workspace.kept(CFG, q()).dq_sum is Workspace.kept(CFG, q()).dq_sum
-    assert Workspace.kept(CFG, q(101)).dq_sum is not Workspace.kept(CFG, q(101)).dq_sum
+    assert kept(q()).dq_sum is kept(q()).dq_sum
+    assert kept(q(101)).dq_sum is not kept(q(101)).dq_sum
     monkeypatch.setattr(launch, "on_default_stream", lambda device: False)
-    assert Workspace.kept(CFG, q()).dq_sum is not Workspace.kept(CFG, q()).dq_sum
+    assert kept(q()).dq_sum is not kept(q()).dq_sum
 
 
 def test_each_thread_has_its_own():
-    mine, others = Workspace.kept(CFG, q()), []
-    thread = threading.Thread(target=lambda: others.append(Workspace.kept(CFG, q())))
+    mine, others = kept(q()), []
+    thread = threading.Thread(target=lambda: others.append(kept(q())))
     thread.start()
     thread.join()
     assert others[0].dq_sum is not mine.dq_sum

@@ -24,6 +24,16 @@ def rows_of(dtype, shape, align: int = 16):
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
+def stats_of(cfg: KernelConfig, planes, n_q, padded):
+    """As launch.Workspace has them."""
+    return (
+        rows_of(Float32, (planes, padded)),
+        rows_of(Float32, (planes, padded)),
+        rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
+        rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4),
+    )
+
+
 def symbols(n: int):
     return [cute.sym_int32() for _ in range(n)]
 
@@ -39,14 +49,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     chains, runs, first, intervals = symbols(4)
     q, dq, do = [heads_tensor(cfg, batch, sq, hq) for _ in range(3)]
     k, v, dk, dv = [heads_tensor(cfg, batch, sk, hk) for _ in range(4)]
-    stats = (
-        rows_of(Float32, (planes, padded)),
-        rows_of(Float32, (planes, padded)),
-        rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
-        rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4),
-        rows_of(Int32, (intervals,), 4),
-        rows_of(Int32, (intervals,), 4),
-    )
+    stats = stats_of(cfg, planes, n_q, padded)
     facts = (Float32(1.0), Float32(1.0))
     if cfg.debug:
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), 2, cfg.half_floats)))
@@ -61,6 +64,8 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         rows_of(Int32, (first,), 4),
         rows_of(Int32, (chains,), 4),
         rows_of(Int32, (n_q,), 4),
+        rows_of(Int32, (intervals,), 4),
+        rows_of(Int32, (intervals,), 4),
     )
     return cute.compile(
         BackwardSm90(cfg),
@@ -79,9 +84,8 @@ def compile_prepare(cfg: KernelConfig, options: str = ""):
     batch, sq, hq, planes, n_q, padded = symbols(6)
     lse = rows_of(Float32, (batch, hq, sq), 4)
     inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
-    stats = [rows_of(Float32, (planes, padded)) for _ in range(2)]
-    outputs = (*stats, rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4))
-    return cute.compile(Prepare(cfg), inputs, outputs, stream(), options=f"{OPTIONS} {options}")
+    stats = stats_of(cfg, planes, n_q, padded)
+    return cute.compile(Prepare(cfg), inputs, stats, stream(), options=f"{OPTIONS} {options}")
 
 
 def compile_finish(cfg: KernelConfig, options: str = ""):

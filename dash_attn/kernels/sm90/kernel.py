@@ -27,9 +27,10 @@ class BackwardSm90:
 
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
-        """tensors: q, do, k, v, dq, dk, dv as (B, S, H, D); stats: lse, delta, dq_sum, counters, row_lo, row_hi.
+        """tensors: q, do, k, v, dq, dk, dv as (B, S, H, D); stats: lse, delta, dq_sum, counters; tables: those of
+        Tables, row_lo, row_hi.
 
-        A debug build takes contributions after those and an address after the facts, a tracing build the events.
+        A debug build takes contributions after the stats and an address after the facts, a tracing build the events.
         """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [rows_first(t) for t in tensors]
@@ -52,14 +53,14 @@ class BackwardSm90:
             delta=stats[1],
             dq_sum=stats[2],
             counters=stats[3],
-            row_lo=stats[4],
-            row_hi=stats[5],
-            debug=Debug(stats[6], facts[2]) if cfg.debug else (),
-            events=stats[6] if cfg.trace else (),
+            row_lo=tables[5],
+            row_hi=tables[6],
+            debug=Debug(stats[4], facts[2]) if cfg.debug else (),
+            events=stats[4] if cfg.trace else (),
         )
         group = q.shape[2] // k.shape[2]
         facts = Facts(facts[0], facts[1], q.shape[0], k.shape[0], group, q.shape[2])
-        tables = Tables(*tables)
+        tables = Tables(*tables[:5])
         workers = tables.worker_first.shape[0] - 1
         # Cooperative: all workers are resident together or the launch fails, so no turnstile can wait for an
         # absent worker.

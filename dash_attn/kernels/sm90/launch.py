@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,17 +93,20 @@ class Workspace(NamedTuple):
         return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2 * COUNTER_WORDS)
 
     @staticmethod
-    def kept(cfg: KernelConfig, q: torch.Tensor) -> Workspace:
-        """A small one is used again by the thread's next call of this size on the default stream, which runs after this
-        one: four allocations are a third of what such a call costs the host. Graphs are not captured there."""
+    def kept(cfg: KernelConfig, q: torch.Tensor) -> tuple[Workspace, Any]:
+        """One, and the same as the kernels take it. A small one is used again by the thread's next call of this size on
+        the default stream, which runs after this one: four allocations and conversions are a third of what such a call
+        costs the host. Graphs are not captured there."""
         batch, seqlen, heads, _ = q.shape
         device = q.device.index
         if batch * heads * seqlen * cfg.dim > KEPT_FLOATS or not on_default_stream(device):
-            return Workspace.of(cfg, q)
+            ws = Workspace.of(cfg, q)
+            return ws, tuple(ws)
         size = cfg.tile_m, cfg.dim, batch * heads, seqlen
         found = _kept.on.get(device)
         if found is None or found[0] != size:
-            found = _kept.on[device] = size, Workspace.of(cfg, q)
+            ws = Workspace.of(cfg, q)
+            found = _kept.on[device] = size, (ws, converted(tuple(ws)))
         return found[1]
 
 
@@ -115,7 +118,7 @@ class _Kept(threading.local):
     """Per thread, because launches of two threads may mix on a stream: the last workspace on each device."""
 
     def __init__(self) -> None:
-        self.on: dict[int, tuple[tuple[int, ...], Workspace]] = {}
+        self.on: dict[int, tuple[tuple[int, ...], tuple[Workspace, Any]]] = {}
 
 
 _kept = _Kept()
@@ -168,6 +171,10 @@ class TraceBuffers:
         return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=tables.chains.device))
 
 
+Tensors = tuple[torch.Tensor, ...]
+Extra = DebugBuffers | TraceBuffers
+
+
 class Debugged(NamedTuple):
     grads: Grads
     contributions: torch.Tensor  # as in DebugBuffers; NaN past the contributors of a tile
@@ -195,6 +202,51 @@ def check(cfg: KernelConfig, tables: DeviceTables, q: torch.Tensor, k: torch.Ten
         raise ValueError("mask 'interval' needs row_lo and row_hi in the tables")
 
 
+class Launch:
+    """A kernel with all that its calls share looked up: a small problem takes the host longer than the GPU."""
+
+    def __init__(self, cfg: KernelConfig, tables: DeviceTables, scale: float):
+        self.cfg, self.tables, self.scale = cfg, tables, scale
+        self.prepare, self.main, self.finish = kernels(cfg)
+        program = (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors)
+        # Contributors stand for the rows' intervals, which are not read unless the mask is interval.
+        rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
+        self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
+        self.clears = tables.empty_q_tiles or not cfg.ordered
+
+    def __call__(
+        self, inputs: Tensors, grads: Tensors, ws: Workspace | None = None, extra: Extra | None = None
+    ) -> None:
+        """`inputs` as Inputs has them; `grads` are dq, dk, dv."""
+        dout, q, k, v, out, lse = inputs
+        ws, stats = Workspace.kept(self.cfg, q) if ws is None else (ws, tuple(ws))
+        if self.clears:
+            clear(self.cfg, self.tables, grads[0], ws)
+        self.prepare((dout, out, lse), stats)
+        if extra is None:
+            self.main((q, dout, k, v, *grads), stats, self.program, self.facts)
+        else:
+            more = (*ws, *extra.tensors), self.program, (*self.facts, *extra.addresses)
+            self.main((q, dout, k, v, *grads), *more)
+        if self.finish is not None:
+            self.finish(ws.dq_sum, grads[0], self.scale)
+
+
+def converted(tensors: tuple[torch.Tensor, ...]) -> Any:
+    """As the compiled functions take them, once instead of at every call."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(tensors)
+
+
+def clear(cfg: KernelConfig, tables: DeviceTables, dq: torch.Tensor, ws: Workspace) -> None:
+    """Zeros where the kernel adds to what it has not stored, or stores nothing."""
+    if tables.empty_q_tiles:
+        dq.zero_()
+    if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
+        ws.dq_sum.zero_()
+
+
 def backward(
     cfg: KernelConfig,
     tables: DeviceTables,
@@ -210,18 +262,8 @@ def backward(
     grads = Grads(*(torch.empty_like(t) for t in (q, k, v))) if into is None else into
     if q.numel() == 0 or k.numel() == 0:
         return Grads(*(t.zero_() for t in grads))
-    ws = Workspace.kept(cfg, q) if workspace is None else workspace
-    clear(cfg, tables, grads, ws)
-    launch(cfg, tables, inputs, grads, ws, scale)
+    Launch(cfg, tables, scale)(inputs, grads, workspace)
     return grads
-
-
-def clear(cfg: KernelConfig, tables: DeviceTables, grads: Grads, ws: Workspace) -> None:
-    """Zeros where the kernel adds to what it has not stored, or stores nothing."""
-    if tables.empty_q_tiles:
-        grads.dq.zero_()
-    if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
-        ws.dq_sum.zero_()
 
 
 def trace_backward(
@@ -233,9 +275,9 @@ def trace_backward(
     if q.numel() == 0 or k.numel() == 0:
         raise ValueError("nothing to trace: the problem has no tasks")
     ws, grads, buffers = Workspace.of(cfg, q), Grads(*(torch.empty_like(t) for t in (q, k, v))), TraceBuffers.of(tables)
+    launch = Launch(cfg, tables, scale)
     for _ in range(warm_up + 1):
-        clear(cfg, tables, grads, ws)
-        launch(cfg, tables, inputs, grads, ws, scale, buffers)
+        launch(inputs, grads, ws, buffers)
     return grads, buffers.events.cpu().numpy()
 
 
@@ -251,7 +293,7 @@ def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, s
     ws.dq_sum.zero_()
     buffers = DebugBuffers.of(cfg, tables, ws)
     try:
-        launch(cfg, tables, inputs, grads, ws, scale, buffers)
+        Launch(cfg, tables, scale)(inputs, grads, ws, buffers)
         torch.cuda.synchronize(q.device)
     except RuntimeError as error:
         stuck = buffers.stuck()
@@ -264,27 +306,3 @@ def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, s
         ]
         raise RuntimeError("turns that did not come:\n  " + "\n  ".join(lines)) from error
     return Debugged(grads, buffers.contributions, ws.dq_sum)
-
-
-def launch(
-    cfg: KernelConfig,
-    tables: DeviceTables,
-    inputs: Inputs,
-    grads: Grads,
-    ws: Workspace,
-    scale: float,
-    extra: DebugBuffers | TraceBuffers | None = None,
-) -> None:
-    prepare, main, finish = kernels(cfg)
-    dout, q, k, v, out, lse = inputs
-    lo = tables.contributors if tables.row_lo is None else tables.row_lo  # not read unless the mask is interval
-    hi = tables.contributors if tables.row_hi is None else tables.row_hi
-    prepare((dout, out, lse), (ws.lse2, ws.delta, ws.counters))
-    main(
-        (q, dout, k, v, *grads),
-        (ws.lse2, ws.delta, ws.dq_sum, ws.counters, lo, hi, *(() if extra is None else extra.tensors)),
-        (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors),
-        (scale, scale * LOG2_E, *(() if extra is None else extra.addresses)),
-    )
-    if finish is not None:
-        finish(ws.dq_sum, grads.dq, scale)

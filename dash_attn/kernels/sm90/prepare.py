@@ -19,11 +19,14 @@ class Prepare:
         self.cfg = cfg
 
     @cute.jit
-    def __call__(self, inputs: tuple, outputs: tuple, stream: cu.CUstream):
-        """inputs: dout, out (B, S, H, D) and lse (B, H, S); outputs: lse2, delta (planes, padded), counters."""
+    def __call__(self, inputs: tuple, stats: tuple, stream: cu.CUstream):
+        """inputs: dout, out (B, S, H, D) and lse (B, H, S); stats as in launch.Workspace, of which dq_sum stays."""
         batch, _, heads, _ = inputs[0].shape
-        n_q = outputs[2].shape[1]
-        self.kernel(inputs, outputs).launch(grid=[n_q, heads, batch], block=[THREADS, 1, 1], stream=stream)
+        lse2, delta, _, counters = stats
+        n_q = counters.shape[1]
+        self.kernel(inputs, (lse2, delta, counters)).launch(
+            grid=[n_q, heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
     def kernel(self, inputs: tuple, outputs: tuple):
