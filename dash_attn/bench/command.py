@@ -76,9 +76,7 @@ def parser() -> Parser:
     made.add_argument(
         "--peers", type=names, help=f"all, none, or some of {', '.join(name.replace(' ', '_') for name in PEERS)}"
     )
-    made.add_argument(
-        "--policies", type=names, help=f"orders of ours: some of {', '.join(POLICIES)}, with :width and :stride"
-    )
+    made.add_argument("--policies", type=names, help=f"orders of ours: some of {', '.join(POLICIES)}, with :width")
     made.add_argument("--any", action=argparse.BooleanOptionalAction, help="also ours without an order, the control")
     made.add_argument(
         "--config",

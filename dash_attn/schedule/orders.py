@@ -100,9 +100,8 @@ def windows(count: int, width: int) -> Ints:
     return np.arange(count) * parts // max(count, 1)
 
 
-def offsets(window: Ints, length: int, stride: int | None = None) -> Ints:
-    """Where each member of a window starts on a circle of `length`, spread evenly: the most slack there is. At most
-    `stride` apart they keep fewer tiles of a long circle in use at a time, which then stay in cache."""
-    size = np.maximum(np.bincount(window)[window] if len(window) else window, 1)
+def offsets(window: Ints, length: int) -> Ints:
+    """Where each member of a window starts on a circle of `length`, spread evenly: the most slack there is."""
+    size = np.bincount(window)[window] if len(window) else window
     local = np.arange(len(window)) - np.searchsorted(window, window)
-    return local * (length if stride is None else np.minimum(length, stride * size)) // size
+    return local * length // np.maximum(size, 1)

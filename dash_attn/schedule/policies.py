@@ -21,24 +21,15 @@ Rounds = list[list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Chains that go together, and how far apart in q tiles neighbours may start (None: as far as there is room)."""
-
-    width: int
-    stride: int | None = None
-
-
-@dataclass(frozen=True)
 class Policy:
-    """`build(tiling, reach)` gives a template and its launch rounds; `applies` says for which tilings."""
+    """`build(tiling, width)` gives a template and its launch rounds; `applies` says for which tilings."""
 
-    build: Callable[[Tiling, Reach], tuple[Template, Rounds]]
+    build: Callable[[Tiling, int], tuple[Template, Rounds]]
     summary: str
     place: PlaceRule = "balanced"
     applies: Callable[[Tiling], bool] = lambda tiling: True
     needs: str = "any mask"
     windowed: bool = False
-    strided: bool = False
 
 
 def _is_banded(tiling: Tiling) -> bool:
@@ -58,18 +49,18 @@ def _singles(chains: Ints, window: Ints | None = None) -> Rounds:
     return [list(zip(chains[window[chains] == w].tolist(), strict=True)) for w in range(window.max(initial=-1) + 1)]
 
 
-def _fa3(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _fa3(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
     return order(tiling, tasks, Rules(_ascending(tiling, tasks), chains)), _singles(chains)
 
 
-def _descending(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _descending(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
     visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
     return order(tiling, tasks, Rules(visit, chains)), _singles(chains)
 
 
-def _spt(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks = Tasks.of(tiling)
     launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, 2]))
     rank = np.empty_like(launch)
@@ -77,22 +68,22 @@ def _spt(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
     return order(tiling, tasks, Rules(_ascending(tiling, tasks), rank)), _singles(launch)
 
 
-def _diagonal(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
-    window = windows(tiling.num_kv, reach.width)
+    window = windows(tiling.num_kv, width)
     rules = Rules(_ascending(tiling, tasks), chains[::-1].copy(), window)
     return order(tiling, tasks, rules), _singles(chains, window)
 
 
-def _shift(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """All chains of a window go through the same query head at the same time, so that its tiles stay in cache."""
     tasks, chains, circle = Tasks.of(tiling), np.arange(tiling.num_kv), max(1, tiling.num_q)
-    window = windows(tiling.num_kv, min(reach.width, circle))
-    visit = tasks.head * circle + (tasks.q - offsets(window, circle, reach.stride)[tasks.chain]) % circle
+    window = windows(tiling.num_kv, min(width, circle))
+    visit = tasks.head * circle + (tasks.q - offsets(window, circle)[tasks.chain]) % circle
     return order(tiling, tasks, Rules(visit, chains, window, by_arrival=True)), _singles(chains, window)
 
 
-def _symmetric_shift(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
+def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """Long chain i, then its short partner n-1-i; an odd middle chain stays alone.
 
     Long chains rotate through the rectangle of q tiles that all of them share, then climb their own triangle
@@ -104,11 +95,10 @@ def _symmetric_shift(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
     first, length = tiling.spans[:, 0], tiling.spans[:, 2] * group
     split = int(first[n // 2]) if n else 0
     circle = max(1, tiling.num_q - split)
-    pair_window = windows(longs, min(reach.width, circle))
+    pair_window = windows(longs, min(width, circle))
     partner = np.minimum(chains, n - 1 - chains)
 
-    begin = offsets(pair_window, circle, reach.stride)[partner[tasks.chain]]
-    rotated = tasks.head * circle + (tasks.q - split - begin) % circle
+    rotated = tasks.head * circle + (tasks.q - split - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
     climbing = group * circle + _ascending(tiling, tasks)
     coming_down = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
     is_long = tasks.chain < longs
@@ -121,8 +111,8 @@ def _symmetric_shift(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
     return order(tiling, tasks, rules), rounds
 
 
-def _search(tiling: Tiling, reach: Reach) -> tuple[Template, Rounds]:
-    template, launch, window = search.ranked(tiling, min(reach.width, max(1, tiling.problem.group * tiling.num_q)))
+def _search(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    template, launch, window = search.ranked(tiling, min(width, max(1, tiling.problem.group * tiling.num_q)))
     return template, _singles(launch, window)
 
 
@@ -136,7 +126,6 @@ POLICIES: dict[str, Policy] = {
         applies=lambda t: t.is_rectangle,
         needs="a mask without empty tiles (full)",
         windowed=True,
-        strided=True,
     ),
     "symmetric_shift": Policy(
         _symmetric_shift,
@@ -144,7 +133,6 @@ POLICIES: dict[str, Policy] = {
         applies=lambda t: t.is_triangle and _is_banded(t),
         needs="a causal mask",
         windowed=True,
-        strided=True,
     ),
     "diagonal": Policy(
         _diagonal,
@@ -172,15 +160,15 @@ def choose(tiling: Tiling) -> Choice:
 
 
 def parse(text: str) -> Choice:
-    """'shift', 'shift:64' (width) or 'shift:64:2' (width and stride)."""
-    name, *numbers = text.split(":")
-    if len(numbers) > 2 or not all(number.isdigit() for number in numbers):
-        raise ValueError(f"policy {text!r}: what follows ':' must be a whole number, a width and then perhaps a stride")
-    return Choice(name, *map(int, numbers))
+    """'shift' or 'shift:64'."""
+    name, colon, width = text.partition(":")
+    if colon and not width.isdigit():
+        raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
+    return Choice(name, int(width) if width else None)
 
 
 def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
-    """Order a tiling by a policy: its name, 'name:width', 'name:width:stride', or 'auto'."""
+    """Order a tiling by a policy: its name, 'name:width', or 'auto'."""
     choice = parse(policy) if isinstance(policy, str) else policy
     if choice.policy == "auto":
         if choice.width is not None:
@@ -194,17 +182,13 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
             f"policy {choice.policy!r} needs {rule.needs}, not {tiling.problem.mask} cut into {tiling.shape} tiles: "
             f"choose from {', '.join(applicable(tiling))}"
         )
+    width = rule.windowed and (choice.width or DEFAULT_WIDTH)
     if choice.width is not None and (not rule.windowed or choice.width < 1):
         takers = ", ".join(name for name, each in POLICIES.items() if each.windowed)
         raise ValueError(
             f"policy {choice.policy!r} cannot take width {choice.width}: a width of at least 1 goes with {takers}"
         )
-    if choice.stride is not None and (not rule.strided or choice.stride < 1):
-        takers = ", ".join(name for name, each in POLICIES.items() if each.strided)
-        raise ValueError(
-            f"policy {choice.policy!r} cannot take stride {choice.stride}: a stride of at least 1 goes with {takers}"
-        )
-    template, rounds = rule.build(tiling, Reach(choice.width or DEFAULT_WIDTH, choice.stride))
+    template, rounds = rule.build(tiling, int(width))
     launch, bundle_first = every_group(tiling, rounds)
     groups = tiling.problem.batch * tiling.problem.heads_kv
     return Schedule(tiling, choice, (template,), np.zeros(groups, np.int64), launch, bundle_first, rule.place)

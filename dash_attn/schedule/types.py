@@ -30,15 +30,13 @@ class Template:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy by name, the width of its windows (co-resident chains or pairs) where it has windows, and how far
-    apart neighbours in a rotation may start."""
+    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows."""
 
     policy: str
     width: int | None = None
-    stride: int | None = None
 
     def __str__(self) -> str:
-        return ":".join([self.policy, *(str(n) for n in (self.width, self.stride) if n is not None)])
+        return self.policy if self.width is None else f"{self.policy}:{self.width}"
 
 
 @dataclass(frozen=True, eq=False)

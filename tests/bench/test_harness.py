@@ -254,7 +254,7 @@ def test_tables_of_the_committed_results() -> None:
 
 
 def test_a_variant_for_each_config() -> None:
-    ours = Ours(("fa3",), configs=({}, {"ahead": True, "soft_exp": 4}))
+    ours = Ours(("fa3",), configs=({}, {"finish": "postpass", "split": True}))
     names = [variant.name for variant in ours.variants(TINY.problem)]
-    assert names == ["fa3", "fa3 ahead=True soft_exp=4", "any (fa3)"] and ours.default(TINY.problem) == "fa3"
+    assert names == ["fa3", "fa3 finish=postpass split=True", "any (fa3)"] and ours.default(TINY.problem) == "fa3"
     assert [report.is_ours(name) for name in names] == [True, True, False]

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
@@ -32,13 +31,11 @@ BUILDS = {"debug": with_debug, "trace": with_trace}
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:
-    """kind,dim,dtype,mask,ordered,keys and perhaps debug, trace or field=value."""
-    kind, dim, dtype, mask, ordered, keys, *more = name.split(",")
+    kind, dim, dtype, mask, ordered, keys, *builds = name.split(",")
     cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
-    if more and more[0] in BUILDS:
-        return kind, BUILDS[more[0]](cfg)
-    changes = {field: int(value) for field, _, value in (x.partition("=") for x in more)}
-    return kind, replace(cfg, **changes)
+    for build in builds:
+        cfg = BUILDS[build](cfg)
+    return kind, cfg
 
 
 def disassembler() -> str | None:

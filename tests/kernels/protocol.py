@@ -98,7 +98,7 @@ class Machine:
                 self.arrive("v_empty", n=4)
                 self.arrive("k_empty", n=4)
             for t in range(tasks):
-                yield from (self.ahead_task if self.cfg.ahead else self.task)(wg, task, i, t)
+                yield from self.task(wg, task, i, t)
                 task += 1
             yield from self.meet(wg)
             self.ds[wg] = ("dk", i)
@@ -131,44 +131,6 @@ class Machine:
         yield from self.fill(wg, entry, ("finish" if last else "add", tile, turn))
         assert self.q[stage] == (i, t)
         self.arrive("q_empty", stage, n=4)
-
-    def ahead_task(self, wg, task, i, t):
-        """As ahead.py: the scores of a task are computed in the task before it, those of the first before all."""
-        stage, phase, entry = task & 1, (task >> 1) & 1, task + i
-        if t == 0:
-            yield from self.scores(task, i, t)
-        _, tile, turn, last, begins, ends, odd = self.read(entry)
-        if begins:
-            yield from self.wait("v_full", 0, odd)
-        yield from self.wait("do_full", stage, phase)
-        assert self.do[stage] == (i, t) and self.kv == [i, i] and odd == i & 1
-        yield "step"
-        if ends:
-            self.arrive("v_empty", n=4)
-        if begins:
-            yield from self.wait("dk_empty", 0, odd ^ 1)
-        self.ds[stage] = ("ds", task)
-        self.arrive("ds_full", stage, n=4)
-        yield "step"
-        assert self.do[stage] == (i, t)
-        self.arrive("do_empty", stage, n=4)
-        if not ends:
-            yield from self.scores(task + 1, i, t + 1)
-        yield from self.wait("ds_full", stage, phase)
-        assert self.ds[stage] == ("ds", task) and self.kv[0] == i
-        yield "step"
-        assert self.ds[stage] == ("ds", task), "dS was overwritten while dQ read it"
-        if not ends:
-            self.read(entry + 1)
-        else:
-            self.arrive("k_empty", n=4)
-        yield from self.fill(wg, entry, ("finish" if last else "add", tile, turn))
-        assert self.q[stage] == (i, t)
-        self.arrive("q_empty", stage, n=4)
-
-    def scores(self, task, i, t):
-        yield from self.wait("q_full", task & 1, (task >> 1) & 1)
-        assert self.q[task & 1] == (i, t) and self.kv[0] == i
 
     def meet(self, wg):
         self.meeting[wg] += 1

@@ -48,7 +48,7 @@ def test_random_programs(seed):
     program = build(schedule(tiling, rng.choice(applicable(tiling))))
     placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
     cfg = dataclasses.replace(select(128, "bf16", "full"), split=rng.random() < 0.5)
-    cfg = dataclasses.replace(cfg, finish=rng.choice(["last", "postpass"]), ahead=rng.random() < 0.5)
+    cfg = dataclasses.replace(cfg, finish=rng.choice(["last", "postpass"]))
     counters = {}
     lists = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
     run([Machine(cfg, chains_of(program, mine), counters) for mine in lists], rng)

@@ -21,15 +21,6 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 # note their half each. A chain's own entry (dV) has the common clock (ns) under "loaded" and its end under "begun".
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")
-# 2^r for |r| <= 1/2 to a relative error of 4e-6, highest power first, and what rounds a float to an integer.
-EXP2_COEFFICIENTS = (
-    0.00957005898042002,
-    0.05597076915929533,
-    0.2402524340504154,
-    0.6931133832272333,
-    0.9999988002897041,
-)
-ROUNDER = 12582912.0  # 1.5 * 2^23
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
 MANY_KEYS = {64: 2048, 128: 4096}  # from here on a pass of its own finishes dQ (measured, by head dim)
 
@@ -52,8 +43,6 @@ class KernelConfig:
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
     trace: bool = False  # time stamps of every entry (see stamps.py)
-    ahead: bool = False  # consumers compute the next task's scores under this one's gradients (see ahead.py)
-    soft_exp: int = 0  # every n-th exponential by a polynomial; none as long as it is not measured to help
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps
 

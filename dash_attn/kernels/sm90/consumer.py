@@ -44,20 +44,13 @@ class Consumer:
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
                 done = Int32(1)
-            task = self.chain(gemms, (dk, dv), (task, i, done))
+            while done == 0:
+                flags = self.task(gemms, (dk, dv), task, task + i)
+                task, done = task + 1, flags & ENDS
             if const_expr(cta.cfg.trace):
                 tie_clocks(cta, task + i)
             self.hand_over_dk(gemms, dk)
             self.hand_over_dv(gemms, dv, task + i)
-
-    @cute.jit
-    def chain(self, gemms, grads, where):
-        """The tasks of chain i from number `task` on, unless it is done; the number of the task after them."""
-        task, i, done = where
-        while done == 0:
-            flags = self.task(gemms, grads, task, task + i)
-            task, done = task + 1, flags & ENDS
-        return task
 
     @cute.jit
     def task(self, gemms, grads, task, entry):
@@ -74,7 +67,7 @@ class Consumer:
         flags = flags_of(cta, entry)
         s = gemms.score_acc()
         gemms.issue_s(s, stage)
-        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m // 8)
+        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
@@ -83,12 +76,12 @@ class Consumer:
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
-        exponentiate(s, lse, cta.facts.scale_log2, cfg.soft_exp)
+        exponentiate(s, lse, cta.facts.scale_log2)
         if (flags & PARTIAL) != 0:
             mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
         p16 = gemms.as_operand(s)
         # (3) dS
-        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m // 8)
+        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m)
         warpgroup.wait_group(0)
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)

@@ -12,7 +12,6 @@ import cutlass.cute as cute
 from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from .ahead import AheadConsumer
 from .bundles import Barriers, Cta, Debug, Facts, Layouts, Streams, Tables, Views, smem_struct
 from .config import KernelConfig
 from .consumer import Consumer
@@ -96,7 +95,7 @@ class BackwardSm90:
                 DkWriter(cta).run()
         else:
             cute.arch.setmaxregister_increase(cfg.consumer_regs)
-            (AheadConsumer if cfg.ahead else Consumer)(cta).run()
+            Consumer(cta).run()
 
 
 def rows_first(t):

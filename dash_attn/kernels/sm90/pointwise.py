@@ -8,45 +8,26 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from .config import EXP2_COEFFICIENTS, ROUNDER
-from .ptx import times_power_of_two
 
-
-def column_pairs(stats, stage, lane, count: int, first: int = 0):
-    """The thread's pairs of columns `first`, ... of a per-query smem row, as (2, count) registers.
+def column_pairs(stats, stage, lane, tile_m: int):
+    """The thread's columns of a per-query smem row, as (2, tile_m / 8) registers.
 
     Called before the wait for the product they meet, so that the loads hide behind it.
     """
-    col = cute.assume((lane % 4) * 2 + first * 8, divby=2)
-    src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, count), stride=(1, 8)))
+    col = cute.assume((lane % 4) * 2, divby=2)
+    src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
     out = cute.make_rmem_tensor(src.shape, Float32)
     cute.autovec_copy(src, out)
     return out
 
 
-def exp2_polynomial(x):
-    """2^x for x <= 127 on the FMA units, to 4e-6: x = n + r with |r| <= 1/2 and a polynomial in r.
-
-    Adding ROUNDER leaves n in the low bits of the sum. What is less than 2^-126 stays there; P never needs less.
-    """
-    x = cute.arch.fmax(x, Float32(-126.0))
-    rounded = x + ROUNDER
-    r = x - (rounded - ROUNDER)
-    p = Float32(EXP2_COEFFICIENTS[0])
-    for c in EXP2_COEFFICIENTS[1:]:
-        p = p * r + Float32(c)
-    return times_power_of_two(p, rounded)
-
-
-def exponentiate(s, lse, scale_log2, soft: int, first: int = 0):
-    """s = exp2(s * scale_log2 - lse), in place; every `soft`-th by a polynomial, because the special-function unit
-    computes 16 a clock and SM and is what this phase waits for (0: none). `lse` are pairs `first`, ... of columns."""
+def exponentiate(s, lse, scale_log2):
+    """s = exp2(s * scale_log2 - lse), in place."""
     for j in range(cute.size(lse.shape[1])):
         for h in range(2):
             for c in range(2):
-                i = c + 2 * h + 4 * (first + j)
-                x = s[i] * scale_log2 - lse[c, j]
-                s[i] = exp2_polynomial(x) if soft and i % soft == soft - 1 else cute.math.exp2(x, fastmath=True)
+                i = c + 2 * h + 4 * j
+                s[i] = cute.math.exp2(s[i] * scale_log2 - lse[c, j], fastmath=True)
 
 
 def score_gradient(dp, p, delta):

@@ -1,7 +1,7 @@
 """The few instructions the DSL has no call for. Bulk copies must be issued by one thread."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 
 def bulk_add_f32(dst_gmem, src_smem, nbytes: int):
@@ -26,15 +26,6 @@ def bulk_load(dst_smem, src_gmem, nbytes: int, mbar):
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[dst_smem.toint(), src_gmem.toint(), Int32(nbytes), mbar.toint()],
     )
-
-
-def same_bits(x, as_type):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[as_type], read_only_args=[x])
-
-
-def times_power_of_two(x, rounded):
-    """x * 2^n, n being the low bits of `rounded` (see pointwise.exp2_polynomial), by adding to the exponent."""
-    return same_bits((same_bits(rounded, Int32) << 23) + same_bits(x, Int32), Float32)
 
 
 def fresh_thread_index():
