@@ -24,6 +24,13 @@ PROBLEMS = {
     "long rows causal d64": Problem(2, 8, 8, 2048, 2048, 64, mask=CAUSAL),
     "thousands of heads": Problem(64, 32, 32, 128, 128, 128, mask=CAUSAL),
     "thousands of heads d64": Problem(64, 32, 32, 128, 128, 64),
+    # Many keys: a pass of its own finishes dQ.
+    "longer full": Problem(2, 8, 8, 4096, 4096, 128),
+    "longer causal": Problem(3, 8, 8, 4096, 4096, 128, mask=CAUSAL),
+    "longer full d64": Problem(2, 9, 9, 4096, 4096, 64),
+    "longer causal d64": Problem(3, 8, 8, 4096, 4096, 64, mask=CAUSAL),
+    "longer grouped": Problem(1, 28, 4, 4100, 4100, 128, mask=CAUSAL),
+    "longer documents d64": Problem(1, 8, 4, 4500, 4500, 64, mask=documents([0, 700, 720, 3000, 4500], causal=True)),
     # Grouped heads.
     "grouped 4": Problem(2, 32, 8, 512, 512, 128, mask=CAUSAL),
     "grouped 7": Problem(1, 28, 4, 1024, 1024, 128, mask=CAUSAL),
