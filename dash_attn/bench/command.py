@@ -164,10 +164,10 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
     if args.peers is not None:
         words = {("all",): tuple(PEERS), ("none",): ()}
         peers = words.get(args.peers) or tuple(peer(name).name for name in args.peers if name != "none")
-    policies = args.policies or (("shift:64", "symmetric_shift:64") if args.quick else suite.policies)
+    policies = args.policies or (("auto",) if args.quick else suite.policies)
     for policy in policies:
-        if parse(policy).policy not in POLICIES:
-            raise ValueError(f"--policies {policy!r}: choose from {', '.join(POLICIES)}")
+        if parse(policy).policy not in ("auto", *POLICIES):
+            raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
     ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
     how = (args.rounds or (5 if args.quick else 7), args.budget_ms or (25.0 if args.quick else 60.0))

@@ -20,15 +20,14 @@ from dash_attn.cpu import Operands
 from dash_attn.plan import placement, plan
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences, build, load, save
-from dash_attn.schedule import parse, schedule
+from dash_attn.schedule import choose, parse, schedule
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
 
 WORKERS = 132  # SMs of the GPUs that programs are prepared for
-# The first is what `auto` chooses.
 USUAL = {
-    "full": ("shift:64", "descending", "spt", "fa3", "search:64"),
-    "causal": ("symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
+    "full": ("auto", "shift:64", "descending", "spt", "fa3", "search:64"),
+    "causal": ("auto", "symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
 }
 ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal"}
 
@@ -46,7 +45,8 @@ class Ours:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
         mask = "causal" if problem.mask.is_causal else "full"
         asked = [order for order in self.policies if ONLY.get(parse(order).policy, mask) == mask]
-        return asked or list(USUAL[mask][:1] if self.policies else USUAL[mask])
+        named = asked or list(USUAL[mask][:1] if self.policies else USUAL[mask])
+        return list(dict.fromkeys(chosen(problem) if order == "auto" else order for order in named))
 
     def variants(self, problem: Problem) -> list[Variant]:
         """A variant for each order and config, and one without order, in the launch order of the first."""
@@ -113,6 +113,13 @@ class Ours:
         for order in self.orders(problem):
             self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, WORKERS)
         return len(self.orders(problem))
+
+
+def chosen(problem: Problem) -> str:
+    """What `auto` means for a problem, by its own name."""
+    on_gpu = problem.dtype in hopper.DTYPES
+    shape = hopper.HopperBackend().tile_shape(problem) if on_gpu else cpu.tile_shape(problem)
+    return str(choose(tile(problem, shape)))
 
 
 def _named(order: str, config: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ class Suite:
 
 # FlexAttention compiles for every shape, a quarter of a minute each: on the large grids it is left to --peers.
 _GRID_PEERS = tuple(name for name in EVERYONE if name != "flex")
-_DEFAULTS = ("shift:64", "symmetric_shift:64")
+_DEFAULTS = ("auto",)
 SUITES: dict[str, Suite] = {
     "grid": Suite(
         "throughput over the paper's grid (its Figures 8 and 9)",

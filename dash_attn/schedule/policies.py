@@ -16,6 +16,8 @@ from dash_attn.tiling import Tiling
 # the same bits run on every Hopper part, and beside other kernels.
 DEFAULT_WIDTH = 128
 AUTO_WIDTH = 64
+NARROW_WIDTH = 32
+BUSY = 128  # chains that should be able to run at once
 
 Rounds = list[list[tuple[int, ...]]]
 
@@ -83,6 +85,12 @@ def _shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     return order(tiling, tasks, Rules(visit, chains, window, by_arrival=True)), _singles(chains, window)
 
 
+def shared_from(tiling: Tiling) -> int:
+    """The first q tile that all long chains of a triangle share."""
+    n = tiling.num_kv
+    return int(tiling.spans[n // 2, 0]) if n else 0
+
+
 def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """Long chain i, then its short partner n-1-i; an odd middle chain stays alone.
 
@@ -92,8 +100,8 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     """
     tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
     chains, longs = np.arange(n), n - n // 2
-    first, length = tiling.spans[:, 0], tiling.spans[:, 2] * group
-    split = int(first[n // 2]) if n else 0
+    length = tiling.spans[:, 2] * group
+    split = shared_from(tiling)
     circle = max(1, tiling.num_q - split)
     pair_window = windows(longs, min(width, circle))
     partner = np.minimum(chains, n - 1 - chains)
@@ -153,10 +161,21 @@ def applicable(tiling: Tiling) -> list[str]:
 def choose(tiling: Tiling) -> Choice:
     """What `auto` means: decided by the problem and this version of the package, never by the GPU at hand."""
     if tiling.is_rectangle:
-        return Choice("shift", AUTO_WIDTH)
+        return Choice("shift", auto_width(tiling, tiling.num_q))
     if POLICIES["symmetric_shift"].applies(tiling):
-        return Choice("symmetric_shift", AUTO_WIDTH)
+        return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
+
+
+def auto_width(tiling: Tiling, circle: int) -> int:
+    """How many chains go round a circle of q tiles together.
+
+    Two tiles apart, because handing a turn on takes most of a step. Not more than NARROW_WIDTH: a window that does not
+    fit into what is left of a GPU makes its workers wait, and a narrow one makes few wait. But at most four tiles apart
+    where heads are long, which would not stay in cache, and no narrower than it takes to keep a GPU busy.
+    """
+    groups = max(1, tiling.problem.batch * tiling.problem.heads_kv)
+    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // 2), BUSY // groups))
 
 
 def parse(text: str) -> Choice:

@@ -135,8 +135,9 @@ def test_only_deterministic_variants_if_asked() -> None:
 
 
 def test_orders_follow_the_mask() -> None:
-    full = Problem(1, 1, 1, 64, 64)
-    assert Ours().orders(full)[0] == "shift:64" and Ours().orders(TINY.problem)[0] == "symmetric_shift:64"
+    full = Problem(16, 16, 16, 1024, 1024)
+    assert Ours().orders(full)[0] == "shift:8" and Ours().orders(TINY.problem)[0] == "symmetric_shift:64"
+    assert Ours(("auto",)).orders(full) == ["shift:8"]
     both = Ours(("shift:64", "symmetric_shift:64", "fa3"))
     assert both.orders(full) == ["shift:64", "fa3"] and both.orders(TINY.problem) == ["symmetric_shift:64", "fa3"]
 
