@@ -85,8 +85,8 @@ def parser() -> Parser:
         default=[{}],
         help="JSON of kernel config fields to change, one or more",
     )
-    made.add_argument("--rounds", type=int, help="samples of each variant (default 7, --quick 5)")
-    made.add_argument("--budget-ms", type=float, help="time of each variant (default 60, --quick 25)")
+    made.add_argument("--rounds", type=int, help="samples of each variant (default 15, --quick 5)")
+    made.add_argument("--budget-ms", type=float, help="time of each variant (default 100, --quick 25)")
     made.add_argument("--programs", type=Path, help="folder of prepared programs, filled where it has none")
     made.add_argument("--prepare", type=Path, help="only plan, into this folder: for machines without numba")
     made.add_argument("--out", type=Path, help="file.json, or a folder (default: benchmarks/results)")
@@ -170,7 +170,7 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
     ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
-    how = (args.rounds or (5 if args.quick else 7), args.budget_ms or (25.0 if args.quick else 60.0))
+    how = (args.rounds or (5 if args.quick else 15), args.budget_ms or (25.0 if args.quick else 100.0))
     return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
 
 

@@ -1,7 +1,7 @@
 """Time and memory of calls.
 
 Rounds are interleaved, because the clocks of a power-limited GPU wander, and all shall wander alike. Each round has
-its own order, and each sample an untimed call before it: a variant that always came after one that stalls, and so lets
+its own order, and each sample untimed calls before it: a variant that always came after one that stalls, and so lets
 the GPU cool, was measured 5 to 9 % faster than between busy ones.
 """
 
@@ -27,9 +27,10 @@ class Timing:
     """`budget_ms` of time for each variant, spent in `rounds` samples; a sample is the mean of many calls."""
 
     device: torch.device
-    rounds: int = 7
-    budget_ms: float = 60.0
+    rounds: int = 15
+    budget_ms: float = 100.0
     most_calls: int = 40
+    lead_ms: float = 10.0  # before each sample, until the clocks are those of this variant
     warm_up: int = 2
 
 
@@ -57,7 +58,7 @@ def sample(run: Sequence[Run], count: int, device: torch.device) -> float:
 def time_all(variants: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, dict[str, float]]:
     """Median, 20th and 80th percentile of each variant's microseconds."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    counts, rounds = dict[str, int](), dict[str, int]()
+    counts, rounds, leads = dict[str, int](), dict[str, int](), dict[str, int]()
     for name, calls in variants.items():
         calls[0]()
         us = sample(calls[:1], 1, how.device)
@@ -65,13 +66,13 @@ def time_all(variants: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, d
             us = sample(calls, how.warm_up * len(calls), how.device)
         counts[name] = max(1, min(how.most_calls, int(how.budget_ms * 1e3 / how.rounds / us)))
         rounds[name] = how.rounds if us < SLOW else min(3, how.rounds)
-    rng = Random(0)
+        leads[name] = min(how.most_calls, int(how.lead_ms * 1e3 / us)) if how.device.type == "cuda" else 0
+    rng = Random()
     for turn in range(how.rounds):
         for name in rng.sample(list(variants), len(variants)):
             calls = variants[name]
             if turn < rounds[name]:
-                lead = max(1, counts[name] // 2) if counts[name] > 1 else 0
-                for call in islice(cycle(calls), lead):
+                for call in islice(cycle(calls), leads[name]):
                     call()
                 first = turn * counts[name] % len(calls)  # go on where the last sample ended
                 samples[name].append(sample([*calls[first:], *calls[:first]], counts[name], how.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -387,7 +388,8 @@ def doctor(
     """This machine, what runs on it, a bitwise self-test, why a run may still differ. Exit 1 if the test fails."""
     from dash_attn.cli.doctor import as_rows, failed, run_doctor, show
 
-    found = run_doctor(seconds)
+    with redirect_stdout(sys.stderr):  # compilers and libraries may print; standard output is for the answer
+        found = run_doctor(seconds)
     if as_json:
         emit(as_rows(found))
     else:

@@ -161,21 +161,21 @@ def applicable(tiling: Tiling) -> list[str]:
 def choose(tiling: Tiling) -> Choice:
     """What `auto` means: decided by the problem and this version of the package, never by the GPU at hand."""
     if tiling.is_rectangle:
-        return Choice("shift", auto_width(tiling, tiling.num_q))
+        return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if POLICIES["symmetric_shift"].applies(tiling):
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
 
 
-def auto_width(tiling: Tiling, circle: int) -> int:
-    """How many chains go round a circle of q tiles together.
+def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
+    """How many chains go round a circle of q tiles together, at least `apart` tiles between them: one step is little
+    time to hand a turn on, though enough where triangles interrupt the rotation.
 
-    Two tiles apart, because handing a turn on takes most of a step. Not more than NARROW_WIDTH: a window that does not
-    fit into what is left of a GPU makes its workers wait, and a narrow one makes few wait. But at most four tiles apart
-    where heads are long, which would not stay in cache, and no narrower than it takes to keep a GPU busy.
+    Not more than NARROW_WIDTH: workers that are too few for the next window wait, and with narrow windows few of them
+    do. But at most four tiles apart, because longer heads would not stay in cache, and enough to keep a GPU busy.
     """
     groups = max(1, tiling.problem.batch * tiling.problem.heads_kv)
-    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // 2), BUSY // groups))
+    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // apart), BUSY // groups))
 
 
 def parse(text: str) -> Choice:

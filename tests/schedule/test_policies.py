@@ -127,6 +127,23 @@ def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
     assert verify(program, AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
 
 
+@pytest.mark.parametrize(
+    ("groups", "tokens", "shape", "mask", "width"),
+    [
+        (64, 1024, TileShape(128, 128), FULL, 4),  # two tiles apart
+        (64, 8192, TileShape(128, 128), FULL, 32),
+        (64, 8192, TileShape(64, 128), FULL, 32),
+        (64, 16384, TileShape(64, 128), FULL, 64),  # four tiles apart, not eight
+        (64, 1024, TileShape(128, 128), CAUSAL, 4),  # all pairs of a head
+        (64, 16384, TileShape(128, 128), CAUSAL, 32),
+        (64, 32768, TileShape(64, 128), CAUSAL, 64),
+        (2, 8192, TileShape(128, 128), FULL, 64),  # or most of a GPU would have nothing to do
+    ],
+)
+def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask, width: int) -> None:
+    assert choose(tile(Problem(1, groups, groups, tokens, tokens, mask=mask), shape)).width == width
+
+
 @examples(100)
 @given(tilings())
 def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
