@@ -241,7 +241,7 @@ def test_shape_options_pose_or_choose() -> None:
 
 
 def test_tables_of_the_committed_results() -> None:
-    result = json.loads((RESULTS / "backward_h200_2026-11-15_grid.json").read_text())
+    result = json.loads((RESULTS / "before/backward_h200_2026-11-15_grid.json").read_text())
     text = report.summary(result)
     assert "d128 causal 16384" in text and "geometric mean" in text
     row = result["rows"][0]

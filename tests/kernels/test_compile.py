@@ -23,7 +23,7 @@ GROUPS = {
     f"{dim}-{dtype}-{kind}": [f"main,{dim},{dtype},{mask},{how}" for mask in MASKS]
     for dim in (64, 128)
     for dtype in DTYPES
-    for kind, how in {"last": "1,0", "postpass": f"1,{max(MANY_KEYS.values())}", "any": "0,0"}.items()
+    for kind, how in {"last": "1,0", "postpass": f"1,{2 * max(MANY_KEYS.values())}", "any": "0,0"}.items()
 }
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
 GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
