@@ -125,9 +125,11 @@ def curves(ax: Axes, rows: Sequence[Row], value: Callable[[Row, str], float | No
     """One line for each variant; ours above the others."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["shape"]["len_q"])):
+        default = default_of(row)
         for name in row["us"]:
             y = value(row, name)
-            if y is not None:
+            other_width = name != default and name.partition(":")[0] == default.partition(":")[0]
+            if y is not None and not other_width:
                 series.setdefault(family(row, name), []).append((row["shape"]["len_q"], y))
     for name, points in sorted(series.items(), key=lambda item: item[0] == "ours"):
         own = name == "ours"
