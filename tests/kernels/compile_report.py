@@ -1,7 +1,7 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug", ",trace" or ",apart" behind
-it ask for that build.
+An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug", ",trace" or ",apart"
+behind it ask for that build.
     python tests/kernels/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
 
