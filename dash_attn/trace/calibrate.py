@@ -81,6 +81,12 @@ class Sample:
     files: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def runs(self) -> tuple[str, bytes, bytes]:
+        """What really ran: widths beyond a head's length are one order under several names."""
+        program, placement = self.placed
+        return program.fingerprint, placement.first.tobytes(), placement.chains.tobytes()
+
+    @property
     def key(self) -> tuple[str, str, bool]:
         return self.cell.name, self.policy, self.main_only
 
@@ -309,9 +315,8 @@ def calibrate(samples: Sequence[Sample]) -> Calibration:
 
 
 def _report(cell: Cell, main_only: bool, found: Sequence[tuple[Sample, float]]) -> CellReport:
-    # Widths beyond a head's length are one order under several names.
     auto = Sample(cell, str(choose(cell.tiling())), 0.0)
-    same = [s.policy for s, _ in found if s.placed[0].fingerprint == auto.placed[0].fingerprint]
+    same = [s.policy for s, _ in found if s.runs == auto.runs]
     files = sorted({file for s, _ in found for file in s.files})
     return CellReport(
         cell.name + (" (main kernel)" if main_only else ""),
