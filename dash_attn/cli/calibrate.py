@@ -17,13 +17,20 @@ def facts_of(found: Calibration) -> dict[str, Any]:
             "policies": {name: {"measured": us, "predicted": said} for name, us, said in cell.policies},
             "worst_error": cell.worst,
             "ranked": cell.ranked,
+            "strictly_ranked": cell.strictly_ranked,
             "auto": cell.auto,
             "model_takes": cell.choice,
             "auto_behind_best": cell.auto_loss,
         }
         for cell in found.cells
     ]
-    return {"model": found.to_json(), "predicted": found.predicted, "ranked": found.ranked, "cells": cells}
+    return {
+        "model": found.to_json(),
+        "predicted": found.predicted,
+        "ranked": found.ranked,
+        "strictly_ranked": found.strictly_ranked,
+        "cells": cells,
+    }
 
 
 def print_calibration(found: Calibration) -> None:
@@ -48,10 +55,11 @@ def print_calibration(found: Calibration) -> None:
         console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
     count, losses = len(found.cells), [c.auto_loss for c in found.cells if c.auto_loss is not None]
     errors = [c.auto_error for c in found.cells if c.auto_error is not None]
+    several = sum(len(c.policies) > 1 for c in found.cells)
     console().print(
         f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
         f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
-        f"ranked as measured in {found.ranked}; auto within {LEVEL:.0%} of the best measured in "
-        f"{sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
+        f"ranked as measured in {found.ranked} of {several} ({found.strictly_ranked} if no prediction may be level); "
+        f"auto within {LEVEL:.0%} of the best measured in {sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
         f"and what the model would take in {sum(c.choice == c.auto for c in found.cells)}"
     )

@@ -348,7 +348,7 @@ def plot_command(
 
 @app.command()
 def paper(
-    results: Annotated[list[Path], typer.Argument(help="files written by bench")],
+    results: Annotated[list[Path], typer.Argument(help="files written by bench; for --html also traces (.npz)")],
     out: Annotated[Path, typer.Option("--out", help="page to write")] = Path("paper.md"),
     figures: Annotated[Path, typer.Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
     html: Annotated[Path | None, typer.Option("--html", help="only one self-contained web page, to this file")] = None,

@@ -11,6 +11,7 @@ from rich.table import Table
 from dash_attn.cli.tables import console, working
 from dash_attn.cli.workload import parse_mask
 from dash_attn.problem import Problem
+from dash_attn.trace.measured import WHAT
 from dash_attn.trace.record import Trace, load_trace, save_trace
 
 
@@ -29,42 +30,32 @@ def obtain(file: Path | None, problem: tuple[int, int, int | None, int, int, str
 
 def show_trace(trace: Trace, page: Path | None, perfetto: Path | None, keep: Path | None) -> dict[str, Any]:
     """Write what is asked for; returns the facts."""
-    from dash_attn.trace.fit import fit_trace
-    from dash_attn.trace.measured import measured, shares
-    from dash_attn.trace.timelines import simulated, timeline
     from dash_attn.viz import Section, report
     from dash_attn.viz import perfetto as write_perfetto
-    from dash_attn.viz.chart import Chart
+    from dash_attn.viz.traced import Traced
 
-    found = measured(trace)
-    sums, model = shares(found), fit_trace(found)
-    result, modelled = simulated(found, model)
-    real = Chart(timeline(found), f"measured, {trace.program.policy}", found.makespan, sums.turns, sums.idle)
-    ideal = Chart(modelled, f"simulated, {trace.program.policy}", result.makespan, result.stall, result.bubble)
+    traced = Traced.of(trace)
+    workers = len(traced.found.sm)
     facts: dict[str, Any] = {
         "policy": trace.program.policy,
         "mask": trace.program.mask,
         "tasks": trace.program.num_tasks,
-        "workers": len(found.sm),
-        "measured_us": found.makespan,
-        "simulated_us": result.makespan,
+        "workers": workers,
+        "measured_us": traced.found.makespan,
+        "simulated_us": traced.result.makespan,
         "untraced_us": trace.facts.get("us", {}),
         "same_bits": trace.facts.get("same_bits"),
         "gpu": trace.facts.get("gpu"),
-        "shares": {name: share for name, _, share in sums.table()},
-        "model": asdict(model),
+        "shares": {name: share for name, _, share in traced.sums.table()},
+        "model": asdict(traced.model),
     }
-    rows = [
-        ("", "us, all SMs", "share"),
-        *((name, f"{us:.0f}", f"{100 * share:.1f} %") for name, us, share in sums.table()),
-    ]
     if page is not None:
-        fitted = ", ".join(f"{name} {value:g}" for name, value in asdict(model).items())
-        text = f"{trace.program.num_tasks} tasks on {len(found.sm)} SMs. The model was fitted to this trace: {fitted}."
-        sections = [Section("What the SMs did", text, rows), Section("SM by SM", charts=[real, ideal])]
+        fitted = ", ".join(f"{name} {value:g}" for name, value in facts["model"].items())
+        text = f"{trace.program.num_tasks} tasks on {workers} SMs. The model was fitted to this trace: {fitted}."
+        sections = [Section("What the SMs did", text, traced.table()), Section("SM by SM", charts=traced.charts)]
         report(page, sections, title=f"{trace.program.policy}, {trace.program.mask}: measured over simulated")
     if perfetto is not None:
-        write_perfetto([real, ideal], perfetto)
+        write_perfetto(traced.charts, perfetto)
     if keep is not None:
         save_trace(trace, keep)
     return facts
@@ -80,14 +71,6 @@ def print_trace(facts: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", header_style="bold")
     for name, justify in (("of the SMs' time", "left"), ("share", "right"), ("what", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    what = {
-        "compute": "the products of the tasks",
-        "slots": "waiting for a slot of dQ, that is for turns",
-        "loads": "waiting for Q and dO between tasks",
-        "edges": "begin and end of chains: K, V, dK, dV",
-        "idle": "before the first and behind the last chain",
-        "turns": "(beside the tasks) contributions waiting their turn",
-    }
     for name, share in facts["shares"].items():
-        table.add_row(name, f"{share:.1%}", what[name])
+        table.add_row(name, f"{share:.1%}", WHAT[name])
     console().print(table)

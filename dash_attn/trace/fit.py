@@ -15,15 +15,14 @@ def fit_trace(found: Measured) -> Machine:
     own = found.pitch() - found.blocked
     compute = median(own[~tasks.partial], base.compute)
     granted = found.granted
-    # A hand-over shows where the next contribution was already there and waited for it.
+    # A hand-over shows where the writer of the next contribution had nothing else to do and watched for it.
     order = np.lexsort((tasks.turn, tasks.target))
     before, after = order[:-1], order[1:]
-    waited = (tasks.target[before] == tasks.target[after]) & (task["turn"][after] > task["staged"][after])
-    handoff = (task["turn"][after] - task["landed"][before])[waited]
+    idle = found.landed_before(found.rows.task_worker, found.rows.task_row, 1 if found.split else base.writers)
+    watched = (tasks.target[before] == tasks.target[after]) & (idle[after] < task["landed"][before])
+    handoff = (task["turn"][after] - task["landed"][before])[watched]
     # The last contributor's slot comes with the sum in it, where it finishes dQ and could not do so at once.
-    last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
-    finishes = found.trace.facts.get("config", {}).get("finish") == "last"
-    fetched = last & finishes & (task["turn"] > task["computed"])
+    fetched = found.takes_sum & (task["turn"] > task["computed"])
     since = chain["staged"][:-1]
     begin = np.full(len(chain["begun"]), np.nan)
     has_tasks = np.diff(program.task_first)[found.trace.placement.chains] > 0
@@ -35,7 +34,7 @@ def fit_trace(found: Measured) -> Machine:
         reduce=median(task["landed"] - granted, base.reduce),
         handoff=median(handoff, base.handoff),
         prologue=median((begin[1:] - since)[inner[1:]], base.prologue),
-        epilogue=median(chain["staged"] - chain["begun"] - (chain["slot"] - chain["computed"]), base.epilogue),
+        epilogue=median(chain["staged"] - chain["begun"] - found.chain_blocked, base.epilogue),
         partial=max(0.0, median(own[tasks.partial], compute + base.partial) - compute),
         writers=1 if found.split else base.writers,
         store=median(chain["landed"] - chain["staged"], base.store),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,10 @@ from dash_attn.trace.record import Trace
 
 Floats = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+IN_TIME = 1.5  # us: longer than any load takes
+EARLY = 10.0  # tasks: whoever waits longer for a slot began a window before the others were ready for it
 
 # The common clock may tick once a microsecond only: ties of the two clocks closer than this (ns) would add noise.
 TIE_APART = 100_000
@@ -62,10 +68,57 @@ class Measured:
         """When a contribution was both there and in turn."""
         return np.maximum(self.task["turn"], self.task["staged"])
 
+    def landed_before(self, worker: Longs, row: Longs, back: int) -> Floats:
+        """When the contribution, or dV, of so many entries before had left its slot."""
+        landed = np.full(self.trace.events.shape[:2], -np.inf)
+        landed[self.rows.task_worker, self.rows.task_row] = self.task["landed"]
+        landed[self.rows.chain_worker, self.rows.chain_row] = self.chain["landed"]
+        found: Floats = landed[worker, np.maximum(row - back, 0)]  # row 0 is nobody's
+        return found
+
+    @cached_property
+    def takes_sum(self) -> Bools:
+        """Tasks whose slot comes with the sum of all others in it, where the last contributor finishes dQ."""
+        tasks, program = self.trace.program.expand(), self.trace.program
+        last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
+        found: Bools = last & (self.config.get("finish") == "last")
+        return found
+
     @property
+    def config(self) -> dict[str, Any]:
+        """Of the kernel, as far as the trace says."""
+        return dict(self.trace.facts.get("config", {}))
+
+    @cached_property
     def blocked(self) -> Floats:
         """How long each task waited for a slot of dQ."""
-        return self.task["slot"] - self.task["computed"]
+        rows = self.rows
+        return self._waited(self.task, (rows.task_worker, rows.task_row), ~self.takes_sum)
+
+    @cached_property
+    def chain_blocked(self) -> Floats:
+        """How long each chain waited for a slot for its dV."""
+        rows = self.rows
+        return self._waited(self.chain, (rows.chain_worker, rows.chain_row), np.ones(len(rows.chain_row), bool))
+
+    def _waited(self, times: dict[str, Floats], at: tuple[Longs, Longs], plain: Bools) -> Floats:
+        """From `computed` to `slot`, less what passes there when the slot has long been free: the time that stamps and
+        barriers take themselves."""
+        took = times["slot"] - times["computed"]
+        slots = int(self.config.get("dq_slots", 2))
+        free = plain & (self.landed_before(*at, slots) <= times["computed"])
+        found: Floats = np.where(free, 0.0, np.maximum(0.0, took - usual(took[free])))
+        return found
+
+    @property
+    def late(self) -> Floats:
+        """How long each task's successor in its chain waited for Q. When Q came is not stamped, only when it was asked
+        for: a pause counts where it is twice as long as is usual with Q asked for in time."""
+        pause = self.pitch() - (self.task["left"] - self.task["begun"])
+        asked = np.append(self.task["loaded"][1:], np.inf)
+        normal = usual(pause[(pause > 0) & (self.task["left"] - asked > IN_TIME)])
+        found: Floats = np.where(pause > 2 * normal, pause - normal, 0.0)
+        return found
 
     @property
     def first_tasks(self) -> Longs:
@@ -133,39 +186,53 @@ def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:
     return found
 
 
+def usual(took: Floats) -> float:
+    """The median; nothing where there is none."""
+    return float(np.median(took)) if len(took) else 0.0
+
+
+WHAT = {
+    "compute": "the products of the tasks",
+    "slots": "waiting for a slot of dQ, that is for turns",
+    "loads": "waiting for Q and dO between tasks",
+    "gaps": "passing from stamp to stamp with nothing to wait for",
+    "edges": "begin and end of chains: K, V, dK, dV",
+    "idle": "before the first and behind the last chain",
+    "turns": "(beside the tasks) contributions waiting their turn",
+    "early": f"(part of slots) waits longer than {EARLY:.0f} tasks: ahead of the others",
+}
+
+
 @dataclass(frozen=True)
 class Shares:
-    """Where the SMs' time went, in microseconds summed over the workers; all but `turns` add up to the whole.
-
-    compute  tasks, without what they waited
-    slots    tasks and chains that waited for a free slot of dQ, and so for turns
-    loads    between tasks of one chain: Q and dO were not there yet
-    edges    from a chain's last task to the first of the next, or from the start to the first: dK, dV, K, V
-    idle     behind the last chain of a worker
-    turns    staged contributions waiting their turn, beside the tasks; lost only where it shows up as `slots`
-    """
+    """Where the SMs' time went, in microseconds summed over the workers; all but `turns` and `early` add up to the
+    whole. WHAT says what is what."""
 
     whole: float
     compute: float
     slots: float
     loads: float
+    gaps: float
     edges: float
     idle: float
     turns: float
+    early: float
 
     def table(self) -> list[tuple[str, float, float]]:
         """(name, microseconds, share of the whole)."""
-        names = ("compute", "slots", "loads", "edges", "idle", "turns")
-        return [(name, getattr(self, name), getattr(self, name) / self.whole) for name in names]
+        return [(name, getattr(self, name), getattr(self, name) / self.whole) for name in WHAT]
 
 
 def shares(found: Measured) -> Shares:
     task, chain = found.task, found.chain
     first = np.diff(found.trace.program.task_first)
     has_tasks = first[found.trace.placement.chains] > 0
-    slots = float(found.blocked.sum() + (chain["slot"] - chain["computed"]).sum())
-    own = float((task["left"] - task["begun"] - found.blocked).sum())
-    loads = float(found.pitch().sum() - (task["left"] - task["begun"]).sum())
+    blocked, late = found.blocked, found.late
+    slots = float(blocked.sum() + found.chain_blocked.sum())
+    own = float((task["left"] - task["begun"] - (task["slot"] - task["computed"])).sum())
+    passing = found.pitch() - (task["left"] - task["begun"]) + task["slot"] - task["computed"]
+    chain_passing = chain["slot"] - chain["computed"]
+    gaps = float(passing.sum() + chain_passing.sum()) - slots - float(late.sum())
     # A chain's first task begins this long behind the end of the chain before it.
     since = np.append(0.0, chain["staged"][:-1])
     firsts = found.trace.placement.first[:-1]
@@ -173,7 +240,7 @@ def shares(found: Measured) -> Shares:
     begin = chain["begun"].copy()
     begin[has_tasks] = task["begun"][found.first_tasks]
     before = float((begin - since).sum())
-    after = float((chain["staged"] - chain["begun"] - (chain["slot"] - chain["computed"])).sum())
+    after = float((chain["staged"] - chain["begun"] - chain_passing).sum())
     last = chain["staged"][found.trace.placement.first[1:] - 1]
     idle = float((found.makespan - last).sum() + found.start.sum())
     # The tie stamp of a chain comes a moment behind its last task: that moment is part of the edge.
@@ -182,4 +249,6 @@ def shares(found: Measured) -> Shares:
     task_end[has_tasks] = chain["begun"][has_tasks] - task["left"][ends[has_tasks]]
     whole = len(found.sm) * found.makespan
     turns = float((found.granted - task["staged"]).sum())
-    return Shares(whole, own, slots, loads, before + after + float(task_end.sum()), idle, turns)
+    early = float(blocked[blocked > EARLY * usual(found.pitch())].sum())
+    edges = before + after + float(task_end.sum())
+    return Shares(whole, own, slots, float(late.sum()), gaps, edges, idle, turns, early)

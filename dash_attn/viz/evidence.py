@@ -9,9 +9,11 @@ from pathlib import Path
 from dash_attn.bench.paper import CLAIMS
 from dash_attn.bench.report import absent, ratios, tables
 from dash_attn.problem import CAUSAL, FULL
+from dash_attn.trace.record import load_trace
 from dash_attn.viz.figures import run
 from dash_attn.viz.html import Picture, Section, report
 from dash_attn.viz.results import DARK, DRAWN, LIGHT, Result, Theme, gathered
+from dash_attn.viz.traced import Traced
 
 HEADINGS = {
     "grid": "Throughput",
@@ -22,12 +24,15 @@ HEADINGS = {
     "length": "Cost against length",
 }
 
+SOME_SMS = 8
+
 
 def evidence(files: Sequence[Path], path: Path) -> Path:
-    """Write the page."""
-    results = gathered(files)
+    """Write the page, of results (.json) and traces (.npz)."""
+    traces = [file for file in files if file.suffix == ".npz"]
+    results = gathered([file for file in files if file.suffix != ".npz"])
     sections = [section for name in HEADINGS if name in results for section in _suite(name, results[name])]
-    return report(path, [*sections, *_schedules(), _again(results)], title="dash_attn: measured")
+    return report(path, [*sections, *map(_traced, traces), *_schedules(), _again(results)], title="dash_attn: measured")
 
 
 def _suite(name: str, result: Result) -> list[Section]:
@@ -48,6 +53,24 @@ def _suite(name: str, result: Result) -> list[Section]:
     first, *others = tables(result)
     made = [Section(HEADINGS[name], text, [first[0], *first[1]], pictures=[picture])]
     return made + [Section(table=[header, *lines]) for header, lines in others]
+
+
+def _traced(file: Path) -> Section:
+    """What the SMs really did; some of them, because all would be a page of their own."""
+    traced = Traced.of(load_trace(file))
+    trace = traced.found.trace
+    shape, us, sms = trace.facts.get("problem", {}), trace.facts.get("us", {}), traced.telling(SOME_SMS)
+    cell = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shape.items())
+    untraced = f", {us['main']:.0f} us without tracing" if us.get("main") else ""
+    text = (
+        f"{trace.facts.get('gpu', 'A GPU')}, {trace.program.policy}, {trace.program.mask} mask, {cell}: "
+        f"{traced.found.makespan:.0f} us{untraced}, {traced.result.makespan:.0f} us in the model that was fitted to "
+        f"this trace. The table is of all {len(traced.found.sm)} SMs.\n\nThe charts show {len(sms)} of them, numbers "
+        f"{', '.join(map(str, sms.tolist()))}: half waited longest for a slot of dQ, half least. All SMs: dash-attn "
+        f"trace {file.name} --html page.html."
+    )
+    heading = f"What the SMs did: head dim {shape.get('dim', '?')}"
+    return Section(heading, text, traced.table(), charts=traced.some(sms))
 
 
 def _schedules() -> list[Section]:

@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dash_attn.kernels.sm90.config import STAMPS
 from dash_attn.program import load, save
 from dash_attn.simulate import Machine, simulate
 from dash_attn.timeline import ROLES
-from dash_attn.trace.measured import measured, shares
+from dash_attn.trace.fit import fit_trace
+from dash_attn.trace.measured import Rows, measured, shares
 from dash_attn.trace.record import load_trace, save_trace
 from dash_attn.trace.timelines import simulated, timeline
 from tests.trace.synthetic import program_of, synthetic
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MODEL = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
 
 
@@ -46,7 +49,7 @@ def test_shares_add_up(policy: str) -> None:
     program = program_of("causal", policy)
     found = measured(synthetic(program, 12, MODEL))
     sums, model = shares(found), simulate(program, 12, MODEL, record=False)
-    parts = sums.compute + sums.slots + sums.loads + sums.edges + sums.idle
+    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.idle
     assert parts == pytest.approx(sums.whole, rel=1e-3)
     assert sums.compute == pytest.approx(
         (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3
@@ -55,13 +58,47 @@ def test_shares_add_up(policy: str) -> None:
     assert sums.turns == pytest.approx(model.stall, rel=1e-2, abs=1.0)
 
 
+@pytest.mark.parametrize("policy", ["auto", "fa3"])
+def test_what_stamping_takes_is_no_waiting(policy: str) -> None:
+    """A slot that is free is seen a quarter of a microsecond late; waits shorter than that do not show at all."""
+    trace = synthetic(program_of("causal", policy), 12, MODEL)
+    plain, rows, stamp = measured(trace), Rows.of(trace), STAMPS.index
+    events = trace.events.copy()
+    for worker, row in ((rows.task_worker, rows.task_row), (rows.chain_worker, rows.chain_row)):
+        early = events[worker, row, stamp("computed")] - 420
+        events[worker, row, stamp("computed")] = early
+    late = measured(replace(trace, events=events))
+    assert shares(plain).gaps == pytest.approx(0, abs=1.0)
+    assert shares(late).slots == pytest.approx(shares(plain).slots, rel=0.02, abs=1.0)
+    assert shares(late).gaps == pytest.approx(0.25 * (program_of("causal", policy).num_tasks + 64), rel=0.15)
+    np.testing.assert_array_equal(late.blocked > 0.1, plain.blocked > 0.1)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_real_traces(dim: int) -> None:
+    """Of an H200. 128 of its SMs fill the windows; four start the next one early and wait, each time others."""
+    found = measured(load_trace(RESULTS / f"trace_h200_2026-11-15_d{dim}.npz"))
+    sums = shares(found)
+    assert sorted(found.sm) == list(range(132)) and found.split == (dim == 64)
+    assert found.makespan == pytest.approx({64: 1317, 128: 1103}[dim], abs=1)
+    assert sum(us for name, us, _ in sums.table() if name not in ("turns", "early")) == pytest.approx(sums.whole)
+    assert 0.02 < sums.early / sums.whole < sums.slots / sums.whole < 0.03
+    assert sums.loads < 0.001 * sums.whole
+    modelled, _ = simulated(found, fit_trace(found))
+    assert modelled.makespan == pytest.approx(found.makespan, rel=0.03)
+
+
 def test_files(tmp_path: Path) -> None:
     trace = synthetic(program_of(), 12, MODEL)
     save_trace(trace, tmp_path / "events.npz")
     back = load_trace(tmp_path / "events.npz")
     np.testing.assert_array_equal(back.events, trace.events)
+    assert back.events.dtype == trace.events.dtype
     assert back.facts == trace.facts and back.program.fingerprint == trace.program.fingerprint
     assert load(tmp_path / "events.npz").fingerprint == trace.program.fingerprint
+    extra = {"trace_events": trace.events, "trace_first": trace.placement.first, "trace_facts": np.array("{}")}
+    save(trace.program, tmp_path / "older.npz", extra | {"trace_chains": trace.placement.chains})
+    np.testing.assert_array_equal(load_trace(tmp_path / "older.npz").events, trace.events)
     save(trace.program, tmp_path / "program.npz")
     with pytest.raises(ValueError, match="a program without a trace"):
         load_trace(tmp_path / "program.npz")

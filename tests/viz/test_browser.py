@@ -149,7 +149,8 @@ def test_fits_a_phone(simulations, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "scheme"), [("light", 1), ("dark", 0)])
 def test_the_page_of_results_shows_its_pictures(tmp_path: Path, name: str, scheme: int) -> None:
-    page = evidence(sorted(RESULTS.glob("*.json")), tmp_path / "page.html")
+    traces = sorted(RESULTS.glob("*.npz"))
+    page = evidence([*sorted(RESULTS.glob("*.json")), *traces], tmp_path / "page.html")
     shot = tmp_path / "shot.png"
     look = ("--window-size=1280,1600", f"--blink-settings=preferredColorScheme={scheme}")
     browse(page, tmp_path, f"--screenshot={shot}", *look)
@@ -157,4 +158,4 @@ def test_the_page_of_results_shows_its_pictures(tmp_path: Path, name: str, schem
     curve = np.abs(image - [int(OURS[i : i + 2], 16) for i in (1, 3, 5)]).max(axis=-1) < 12
     assert curve.sum() > 1000 and (image[2, 2].mean() > 200) == (name == "light")
     if name == "light":
-        assert fits_a_phone(page, tmp_path)[:2] == ("390", "390")
+        assert fits_a_phone(page, tmp_path) == ("390", "390", str(2 * len(traces) + 4))

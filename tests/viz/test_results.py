@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 
+from dash_attn.simulate import Machine
 from dash_attn.viz.evidence import HEADINGS, evidence
 from dash_attn.viz.results import DARK, DRAWN, LIGHT, plot, read, throughput
+from dash_attn.viz.traced import Traced
+from tests.trace.synthetic import program_of, synthetic
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -103,3 +107,26 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
     assert text.count('srcset="data:image/png') == text.count('<img src="data:image/png') == len(DRAWN)
     assert "missing: flex (everywhere): not here" in text and "Figure 10" in text and "Schedules: causal mask" in text
     assert re.search(r"img-src data:", text)  # or the browser refuses them
+
+
+def test_traces_are_charts_of_some_sms(tmp_path: Path) -> None:
+    file, trace = tmp_path / "r.json", RESULTS / "trace_h200_2026-11-15_d64.npz"
+    file.write_text(json.dumps(result("grid")))
+    text = evidence([file, trace], tmp_path / "page.html").read_text()
+    assert "<h2>What the SMs did: head dim 64</h2>" in text and "(part of slots)" in text
+    assert text.count("measured, symmetric_shift:64</h3>") == text.count("simulated, symmetric_shift:64</h3>") == 1
+    assert len(text) < 2_000_000
+
+
+def test_a_few_rows_of_a_timeline() -> None:
+    traced = Traced.of(synthetic(program_of(), 12, Machine()))
+    whole, sms = traced.charts[0].timeline, traced.telling(5)
+    assert len(set(sms.tolist())) == 5
+    real, modelled = traced.some(sms)
+    line = real.timeline
+    assert line.workers == modelled.timeline.workers == 5 and real.makespan == traced.found.makespan
+    kept = np.isin(whole.worker, sms)
+    np.testing.assert_array_equal(sms[line.worker], whole.worker[kept])
+    np.testing.assert_array_equal(line.begin, whole.begin[kept])
+    assert [line.names.text(t) for t in line.task[:9]] == [whole.names.text(t) for t in whole.task[kept][:9]]
+    assert real.stall == pytest.approx(line.total("stall")) and 0 <= real.idle < 5 * real.makespan
