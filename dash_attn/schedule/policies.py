@@ -18,7 +18,7 @@ DEFAULT_WIDTH = 128
 AUTO_WIDTH = 64
 NARROW_WIDTH = 32
 BUSY = 128  # chains that should be able to run at once
-SIDE_BY_SIDE = 256  # chains of the heads that `balanced` launches in turn: two for each worker of a whole GPU
+SIDE_BY_SIDE = 256  # chains of the heads that `level` launches in turn: two for each worker of a whole GPU
 
 Rounds = list[list[tuple[int, ...]]]
 
@@ -71,6 +71,13 @@ def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     rank = np.empty_like(launch)
     rank[launch] = np.arange(len(launch))
     return order(tiling, tasks, Rules(_ascending(tiling, tasks), rank)), _singles(launch)
+
+
+def _longest_first(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks = Tasks.of(tiling)
+    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, 2]))
+    visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    return order(tiling, tasks, Rules(visit, np.argsort(launch))), _singles(launch)
 
 
 def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -152,12 +159,12 @@ POLICIES: dict[str, Policy] = {
         needs="a causal or sliding-window mask",
         windowed=True,
     ),
-    "balanced": Policy(
+    "level": Policy(
         _spt,
         "shortest chain first, each from its diagonal upwards; in the last heads longest first, coming down",
-        applies=lambda t: t.is_triangle and _is_banded(t),
-        needs="a causal mask",
-        last=_descending,
+        applies=lambda t: t.is_staircase and _is_banded(t),
+        needs="a causal or sliding-window mask",
+        last=_longest_first,
     ),
     "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
 }

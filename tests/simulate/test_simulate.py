@@ -218,14 +218,14 @@ def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignor
     ],
     ids=["d64 16k", "d128 8k", "32/8 heads 16k"],
 )
-def test_balanced_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
+def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
     """Pairs of equal length leave four of 132 workers waiting, and many of 124."""
     tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
     machine = Machine.h200(problem.dim)
-    balanced, paired = (
-        simulate(build(schedule(tiling, name)), workers, machine, record=False) for name in ("balanced", "auto")
+    level, paired = (
+        simulate(build(schedule(tiling, name)), workers, machine, record=False) for name in ("level", "auto")
     )
-    bound = lower_bounds(balanced.program, workers, machine)["work / workers"]
-    assert balanced.makespan < 1.02 * bound
+    bound = lower_bounds(level.program, workers, machine)["work / workers"]
+    assert level.makespan < 1.02 * bound
     if workers != 128:
-        assert balanced.makespan < paired.makespan - 0.015 * bound
+        assert level.makespan < paired.makespan - 0.015 * bound

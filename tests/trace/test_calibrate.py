@@ -102,7 +102,8 @@ def test_auto_takes_what_the_fitted_machine_would(dim: int, mask: str, length: i
     def makespan(policy: str) -> float:
         return simulate(build(schedule(cell.tiling(), policy)), 132, machine, record=False).makespan
 
-    best = min(makespan(name) for name in applicable(cell.tiling()) if name != "search")
+    # `level` is ahead in the model alone: auto may take it when a GPU has shown it.
+    best = min(makespan(name) for name in applicable(cell.tiling()) if name not in ("search", "level"))
     assert makespan("auto") <= 1.02 * best
 
 
