@@ -250,4 +250,6 @@ def _end_level(
     parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
     launch = [every_group(tiling, one_by_one[is_last[part[0]]], part)[0] for part in parts]
     chains = np.concatenate([np.zeros(0, np.int64), *launch])
-    return Schedule(tiling, choice, (order[0], last[0]), is_last, chains, np.arange(len(chains) + 1), place)
+    unused = int(is_last.min(initial=1))  # a lone group is among the last
+    templates = (order[0], last[0])[unused:]
+    return Schedule(tiling, choice, templates, is_last - unused, chains, np.arange(len(chains) + 1), place)

@@ -284,6 +284,7 @@ def test_level_is_spt_and_in_the_last_heads_descending() -> None:
     first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
     assert bundles(order) == [(chain,) for chain in first + [group * 4 + kv for kv in range(4) for group in (3, 4)]]
     assert verify(build(order)).co_resident == 1
+    assert len(schedule(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
 
 
 @pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])
