@@ -10,8 +10,9 @@ from dash_attn.jit import compiled
 from dash_attn.program.program import Longs, Program
 from dash_attn.program.replay import FINISHED, Sequences, replay
 
-# A chain's prologue and epilogue weigh about as much as this many tasks when bundles are balanced.
-CHAIN_OVERHEAD = 2.5
+# A chain's prologue and epilogue weigh about as much as this many tasks when bundles are balanced. A power of two, so
+# that sums are exact and workers whose bundles are equal stay level.
+CHAIN_OVERHEAD = 0.5
 
 
 def bundles(program: Program) -> Sequences:

@@ -18,13 +18,15 @@ DEFAULT_WIDTH = 128
 AUTO_WIDTH = 64
 NARROW_WIDTH = 32
 BUSY = 128  # chains that should be able to run at once
+SIDE_BY_SIDE = 256  # chains of the heads that `level` launches in turn: two for each worker of a whole GPU
 
 Rounds = list[list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`build(tiling, width)` gives a template and its launch rounds; `applies` says for which tilings."""
+    """`build(tiling, width)` gives a template and its launch rounds; `applies` says for which tilings. With `last`, the
+    last groups have an order of their own, and groups are launched a few at a time, chain by chain in turn."""
 
     build: Callable[[Tiling, int], tuple[Template, Rounds]]
     summary: str
@@ -32,6 +34,7 @@ class Policy:
     applies: Callable[[Tiling], bool] = lambda tiling: True
     needs: str = "any mask"
     windowed: bool = False
+    last: Callable[[Tiling, int], tuple[Template, Rounds]] | None = None
 
 
 def _is_banded(tiling: Tiling) -> bool:
@@ -68,6 +71,13 @@ def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     rank = np.empty_like(launch)
     rank[launch] = np.arange(len(launch))
     return order(tiling, tasks, Rules(_ascending(tiling, tasks), rank)), _singles(launch)
+
+
+def _longest_first(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    tasks = Tasks.of(tiling)
+    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, 2]))
+    visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
+    return order(tiling, tasks, Rules(visit, np.argsort(launch))), _singles(launch)
 
 
 def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -149,6 +159,13 @@ POLICIES: dict[str, Policy] = {
         needs="a causal or sliding-window mask",
         windowed=True,
     ),
+    "level": Policy(
+        _spt,
+        "shortest chain first, each from its diagonal upwards; in the last heads longest first, coming down",
+        applies=lambda t: t.is_staircase and _is_banded(t),
+        needs="a causal or sliding-window mask",
+        last=_longest_first,
+    ),
     "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
 }
 
@@ -208,6 +225,31 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
             f"policy {choice.policy!r} cannot take width {choice.width}: a width of at least 1 goes with {takers}"
         )
     template, rounds = rule.build(tiling, int(width))
+    if rule.last is not None:
+        return _end_level(tiling, choice, rule.place, (template, rounds), rule.last(tiling, int(width)))
     launch, bundle_first = every_group(tiling, rounds)
     groups = tiling.problem.batch * tiling.problem.heads_kv
     return Schedule(tiling, choice, (template,), np.zeros(groups, np.int64), launch, bundle_first, rule.place)
+
+
+def _end_level(
+    tiling: Tiling, choice: Choice, place: PlaceRule, order: tuple[Template, Rounds], last: tuple[Template, Rounds]
+) -> Schedule:
+    """Chains one by one, and groups a few at a time: one chain of each, then the next of each. The last few groups
+    follow `last`, so that all workers end together, however many they are.
+
+    Going up from the diagonal, shortest first, no chain catches up with the one before it, whenever they start. Coming
+    down, longest first, none does if they start a step apart: as they do after chains that end one by one, and where
+    chains of other groups come between.
+    """
+    groups = tiling.problem.batch * tiling.problem.heads_kv
+    few = min(-(-SIDE_BY_SIDE // max(1, tiling.num_kv)), -(-groups // 2))
+    block = windows(groups, max(1, few))
+    is_last = (block == block.max(initial=0)).astype(np.int64)
+    one_by_one = [[[bundle] for bundles in rounds for bundle in bundles] for _, rounds in (order, last)]
+    parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
+    launch = [every_group(tiling, one_by_one[is_last[part[0]]], part)[0] for part in parts]
+    chains = np.concatenate([np.zeros(0, np.int64), *launch])
+    unused = int(is_last.min(initial=1))  # a lone group is among the last
+    templates = (order[0], last[0])[unused:]
+    return Schedule(tiling, choice, templates, is_last - unused, chains, np.arange(len(chains) + 1), place)

@@ -105,11 +105,11 @@ def test_symmetric_shift_is_optimal(n: int, cost: tuple[int, int]) -> None:
 
 
 def test_solver_beats_every_policy_where_there_is_room() -> None:
-    """Two heads of an odd number of chains fill the workers if the chains left over share one; no policy does that."""
-    tiling = square(5, CAUSAL, 2)
-    found = check(tiling, 5, 4, 1)
-    assert found.optimal and found.makespan == 30
-    assert min(makespan(tiling, policy, 5, Paper(4, 1)) for policy in applicable(tiling)) > 30
+    """Chains of 5, of 4 and 1, and of 3 and 2 tasks fill three workers; no policy does that without waiting."""
+    tiling = square(5, CAUSAL)
+    found = check(tiling, 3, 4, 1)
+    assert found.optimal and found.makespan == 25
+    assert min(makespan(tiling, policy, 3, Paper(4, 1)) for policy in applicable(tiling)) > 25
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(1, 1)], ids=str)
@@ -128,10 +128,12 @@ def test_chains_without_tasks_are_placed_too() -> None:
 
 def test_progress_is_told() -> None:
     told: list[tuple[float, float]] = []
-    found = exact(
-        square(5, CAUSAL, 2), 5, 4, 1, seconds=SECONDS, progress=lambda best, bound: told.append((best, bound))
-    )
+    found = exact(square(5, CAUSAL), 3, 4, 1, seconds=SECONDS, progress=lambda best, bound: told.append((best, bound)))
     assert told and all(best >= found.makespan and bound <= found.makespan for best, bound in told)
+
+
+def test_two_heads_of_an_odd_number_of_chains_are_no_puzzle_for_level() -> None:
+    assert makespan(square(5, CAUSAL, 2), "level", 5, Paper(4, 1)) == check(square(5, CAUSAL, 2), 5, 4, 1).makespan
 
 
 def test_out_of_time_keeps_what_a_policy_gave() -> None:

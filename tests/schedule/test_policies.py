@@ -73,10 +73,10 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
     ("mask", "names"),
     [
         (FULL, [*EVERYWHERE, "shift"]),
-        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal"]),
-        (window(6, 0), [*EVERYWHERE, "diagonal"]),
-        (window(6, 3), [*EVERYWHERE, "diagonal"]),
-        (documents([0, 10, 32]), [*EVERYWHERE, "diagonal"]),
+        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "level"]),
+        (window(6, 0), [*EVERYWHERE, "diagonal", "level"]),
+        (window(6, 3), [*EVERYWHERE, "diagonal", "level"]),
+        (documents([0, 10, 32]), [*EVERYWHERE, "diagonal", "level"]),
         (tiles(np.array([[0, 1], [1, 0]]), 16, 16), EVERYWHERE),
     ],
     ids=str,
@@ -175,6 +175,9 @@ def test_different_orders_have_different_fingerprints() -> None:
     full, causal = square(6, FULL), square(6, CAUSAL)
     assert len({build(schedule(full, name)).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
     names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
+    assert build(schedule(causal, "level")).fingerprint == build(schedule(causal, "descending")).fingerprint
+    causal = square(6, CAUSAL, heads_kv=2)
+    names = (*names, "level")
     assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
 
 
@@ -269,3 +272,43 @@ def test_spt_launches_the_shortest_first() -> None:
 def test_rounds_put_windows_of_all_heads_before_the_next_window() -> None:
     order = schedule(tile(Problem(1, 2, 2, 4, 4), TileShape(1, 1)), "shift:2")
     assert order.launch.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_level_is_spt_and_in_the_last_heads_descending() -> None:
+    tiling = square(4, CAUSAL, group=2, heads_kv=5)
+    order, spt, descending = (schedule(tiling, name) for name in ("level", "spt", "descending"))
+    assert [chains(template) for template in order.templates] == [
+        chains(other.templates[0]) for other in (spt, descending)
+    ]
+    assert order.template_of.tolist() == [0, 0, 0, 1, 1]
+    first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
+    assert bundles(order) == [(chain,) for chain in first + [group * 4 + kv for kv in range(4) for group in (3, 4)]]
+    assert verify(build(order)).co_resident == 1
+    assert len(schedule(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
+
+
+@pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])
+def test_level_takes_heads_of_256_chains_together(tiles: int, heads: int, last: int) -> None:
+    order = schedule(square(tiles, CAUSAL, heads_kv=heads), "level")
+    assert order.template_of.sum() == last
+    assert len(set((order.launch[: 256 // tiles] // tiles).tolist())) == min(256 // tiles, last)
+
+
+@examples(150)
+@given(st.integers(1, 24), st.integers(1, 3), st.booleans(), st.data())
+def test_level_hands_over_a_step_later_whenever_chains_start(
+    n: int, group: int, coming_down: bool, data: st.DataObject
+) -> None:
+    """Chains that start in launch order, going up: whenever they do. Coming down: at least a step apart for each
+    query head, because a shorter chain gains a step in each."""
+    order = schedule(square(n, CAUSAL, group, heads_kv=2), "level")
+    least = group if coming_down else 0
+    gaps = data.draw(st.lists(st.integers(least, least + 5), min_size=n, max_size=n))
+    launched = order.launch[order.template_of[order.launch // n] == coming_down] % n
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for kv, start in zip(launched.tolist(), np.cumsum(gaps).tolist(), strict=True):
+        for step, (head, q, turn) in enumerate(chains(order.templates[int(coming_down)])[kv]):
+            found.setdefault((head, q), []).append((turn, start + step))
+    for visits in found.values():
+        visits.sort()
+        assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))

@@ -206,3 +206,26 @@ def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignor
                 result = simulate(program, workers, model)
                 assert result.lower_bound <= result.makespan
                 assert workers > 1 or result.stall == 0 or isinstance(model, Machine)
+
+
+@pytest.mark.parametrize("workers", [132, 128, 124, 116, 114, 78])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 32, 32, 16384, 16384, 64, mask=CAUSAL),
+        Problem(2, 16, 16, 8192, 8192, 128, mask=CAUSAL),
+        Problem(1, 32, 8, 16384, 16384, 128, mask=CAUSAL),
+    ],
+    ids=["d64 16k", "d128 8k", "32/8 heads 16k"],
+)
+def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
+    """Pairs of equal length leave four of 132 workers waiting, and many of 124."""
+    tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
+    machine = Machine.h200(problem.dim)
+    level, paired = (
+        simulate(build(schedule(tiling, name)), workers, machine, record=False) for name in ("level", "auto")
+    )
+    bound = lower_bounds(level.program, workers, machine)["work / workers"]
+    assert level.makespan < 1.02 * bound
+    if workers != 128:
+        assert level.makespan < paired.makespan - 0.015 * bound
