@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
+import signal
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -168,7 +170,10 @@ def _solve(
 
     solver = cp.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
+    interrupt = signal.getsignal(signal.SIGINT)
     status = solver.solve(model, _report(cp, solver, progress, horizon, lower))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)  # the solver leaves the system's own, which ends the process
     if status not in (cp.OPTIMAL, cp.FEASIBLE):
         return hint, lower
     times = Times(*(np.array([solver.value(x) for x in row], np.int64) for row in (begin, grant)))

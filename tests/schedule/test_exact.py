@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from itertools import permutations, product
 
@@ -134,6 +136,13 @@ def test_progress_is_told() -> None:
 
 def test_two_heads_of_an_odd_number_of_chains_are_no_puzzle_for_level() -> None:
     assert makespan(square(5, CAUSAL, 2), "level", 5, Paper(4, 1)) == check(square(5, CAUSAL, 2), 5, 4, 1).makespan
+
+
+def test_an_interrupt_is_pythons_again() -> None:
+    exact(square(5, CAUSAL), 3, 4, 1, seconds=SECONDS)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(1)
 
 
 def test_out_of_time_keeps_what_a_policy_gave() -> None:
