@@ -39,5 +39,10 @@ class Problem:
         return self.heads_q // self.heads_kv
 
     @property
+    def groups(self) -> int:
+        """Key/value heads of all sequences; each has chains and turns of its own."""
+        return self.batch * self.heads_kv
+
+    @property
     def softmax_scale(self) -> float:
         return self.dim**-0.5 if self.scale is None else self.scale

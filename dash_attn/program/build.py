@@ -17,7 +17,7 @@ def build(schedule: Schedule) -> Program:
     coded = [encode(template, tiling) for template in schedule.templates]
     run_begin = np.concatenate([[0], np.cumsum([len(runs) for runs, _ in coded])])
 
-    groups = np.arange(problem.batch * problem.heads_kv)
+    groups = np.arange(problem.groups)
     runs_of = np.stack([first for _, first in coded])[schedule.template_of]  # group x (num_kv + 1)
     chains = np.empty((len(groups), tiling.num_kv, 5), np.int32)
     chains[..., 0] = (groups // problem.heads_kv)[:, None]

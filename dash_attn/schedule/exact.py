@@ -52,7 +52,7 @@ class Work:
 
     @staticmethod
     def of(tiling: Tiling, compute: int, reduce: int) -> Work:
-        one, groups = Tasks.of(tiling), tiling.problem.batch * tiling.problem.heads_kv
+        one, groups = Tasks.of(tiling), tiling.problem.groups
         lengths = np.tile(tiling.spans[:, 2] * tiling.problem.group, groups)
         first = np.concatenate([[0], np.cumsum(lengths)])
         return Work(tiling, first, np.tile(one.head, groups), np.tile(one.q, groups), compute, reduce)
@@ -261,7 +261,7 @@ def _visits(work: Work, order: Schedule) -> tuple[Lists, Ints]:
 def _schedule(work: Work, times: Times, workers: int) -> Schedule:
     """Order by time: tasks in chains, contributions in dQ tiles, chains on whichever worker is free."""
     tiling, n = work.tiling, work.tiling.num_kv
-    groups = tiling.problem.batch * tiling.problem.heads_kv
+    groups = tiling.problem.groups
     chain = np.repeat(np.arange(groups * n), np.diff(work.first))
     by_time = np.lexsort((times.begin, chain))
     turn = turns(work.target, times.grant)[by_time]

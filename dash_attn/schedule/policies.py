@@ -43,8 +43,19 @@ def _is_banded(tiling: Tiling) -> bool:
     return not tiling.is_rectangle or mask.left is not None or mask.right is not None
 
 
+def _is_band(tiling: Tiling) -> bool:
+    return tiling.is_staircase and _is_banded(tiling)
+
+
+BAND = "a causal or sliding-window mask"
+
+
 def _ascending(tiling: Tiling, tasks: Tasks) -> Ints:
     return tasks.head * tiling.num_q + tasks.q
+
+
+def _coming_down(tiling: Tiling, tasks: Tasks) -> Ints:
+    return tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
 
 
 def _singles(chains: Ints, window: Ints | None = None) -> Rounds:
@@ -61,8 +72,7 @@ def _fa3(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
 def _descending(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
-    visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
-    return order(tiling, tasks, Rules(visit, chains)), _singles(chains)
+    return order(tiling, tasks, Rules(_coming_down(tiling, tasks), chains)), _singles(chains)
 
 
 def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -76,8 +86,7 @@ def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 def _longest_first(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks = Tasks.of(tiling)
     launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, 2]))
-    visit = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
-    return order(tiling, tasks, Rules(visit, np.argsort(launch))), _singles(launch)
+    return order(tiling, tasks, Rules(_coming_down(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
 def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -118,9 +127,8 @@ def _symmetric_shift(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
     rotated = tasks.head * circle + (tasks.q - split - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
     climbing = group * circle + _ascending(tiling, tasks)
-    coming_down = tasks.head * tiling.num_q + (tiling.num_q - 1 - tasks.q)
     is_long = tasks.chain < longs
-    visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), coming_down)
+    visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), _coming_down(tiling, tasks))
     start = np.where(chains < longs, 0, length[partner])
     rules = Rules(visit, chains, pair_window[partner], by_arrival=True, start=start)
     rounds: Rounds = [[] for _ in range(int(pair_window.max(initial=-1)) + 1)]
@@ -155,15 +163,15 @@ POLICIES: dict[str, Policy] = {
     "diagonal": Policy(
         _diagonal,
         "longest chain first, each from its diagonal upwards, turns by descending kv tile",
-        applies=lambda t: t.is_staircase and _is_banded(t),
-        needs="a causal or sliding-window mask",
+        applies=_is_band,
+        needs=BAND,
         windowed=True,
     ),
     "level": Policy(
         _spt,
         "shortest chain first, each from its diagonal upwards; in the last heads longest first, coming down",
-        applies=lambda t: t.is_staircase and _is_banded(t),
-        needs="a causal or sliding-window mask",
+        applies=_is_band,
+        needs=BAND,
         last=_longest_first,
     ),
     "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
@@ -191,8 +199,8 @@ def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
     Not more than NARROW_WIDTH: workers that are too few for the next window wait, and with narrow windows few of them
     do. But at most four tiles apart, because longer heads would not stay in cache, and enough to keep a GPU busy.
     """
-    groups = max(1, tiling.problem.batch * tiling.problem.heads_kv)
-    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // apart), BUSY // groups))
+    busy = BUSY // max(1, tiling.problem.groups)
+    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // apart), busy))
 
 
 def parse(text: str) -> Choice:
@@ -228,8 +236,8 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
     if rule.last is not None:
         return _end_level(tiling, choice, rule.place, (template, rounds), rule.last(tiling, int(width)))
     launch, bundle_first = every_group(tiling, rounds)
-    groups = tiling.problem.batch * tiling.problem.heads_kv
-    return Schedule(tiling, choice, (template,), np.zeros(groups, np.int64), launch, bundle_first, rule.place)
+    same = np.zeros(tiling.problem.groups, np.int64)
+    return Schedule(tiling, choice, (template,), same, launch, bundle_first, rule.place)
 
 
 def _end_level(
@@ -242,7 +250,7 @@ def _end_level(
     down, longest first, none does if they start a step apart: as they do after chains that end one by one, and where
     chains of other groups come between.
     """
-    groups = tiling.problem.batch * tiling.problem.heads_kv
+    groups = tiling.problem.groups
     few = min(-(-SIDE_BY_SIDE // max(1, tiling.num_kv)), -(-groups // 2))
     block = windows(groups, max(1, few))
     is_last = (block == block.max(initial=0)).astype(np.int64)

@@ -63,7 +63,7 @@ def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], groups: Int
     Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a
     round of all groups before the next lets the windows that share the GPU belong to different heads.
     """
-    chosen = np.arange(tiling.problem.batch * tiling.problem.heads_kv) if groups is None else groups
+    chosen = np.arange(tiling.problem.groups) if groups is None else groups
     base = chosen[:, None] * tiling.num_kv
     launch = [(base + [chain for bundle in bundles for chain in bundle]).ravel() for bundles in rounds if bundles]
     sizes = [np.tile([len(b) for b in bundles], len(chosen)) for bundles in rounds if bundles]

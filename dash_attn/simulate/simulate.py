@@ -10,7 +10,7 @@ import numpy as np
 from dash_attn.program import Program, Replay, Sequences, place, replay
 from dash_attn.program.replay import FINISHED
 from dash_attn.simulate.models import Model, Paper
-from dash_attn.timeline import COMPUTE, REDUCE, STALL, TaskNames, Timeline
+from dash_attn.timeline import TaskNames, Timeline, events
 from dash_attn.verify import verify
 
 
@@ -120,27 +120,14 @@ def task_names(program: Program) -> TaskNames:
 def timeline_of(simulation: Simulation) -> Timeline:
     """Events of a recorded simulation."""
     program, placement = simulation.program, simulation.placement
-    begin, stop, ready, grant, landed = simulation.outcome.times
     worker_of_chain = np.empty(len(program.chains), np.int64)
     worker_of_chain[placement.chains] = np.repeat(np.arange(simulation.workers), np.diff(placement.first))
     worker = np.repeat(worker_of_chain, np.diff(program.task_first))
-    task = np.arange(program.num_tasks)
-    waited = grant > ready
-    overlapping = simulation.model.costs().depth > 0
-    parts = [
-        (COMPUTE, task, begin, stop),
-        (REDUCE, task, grant, landed),
-        (STALL, task[waited], ready[waited], grant[waited]),
-    ]
     return Timeline(
         f"{program.policy}, {program.mask}",
         simulation.model.unit,
         simulation.workers,
         task_names(program),
-        np.concatenate([worker[t] for _, t, _, _ in parts]),
-        np.concatenate([np.full(len(t), role) for role, t, _, _ in parts]),
-        np.concatenate([t for _, t, _, _ in parts]),
-        np.concatenate([b for _, _, b, _ in parts]),
-        np.concatenate([e for _, _, _, e in parts]),
-        overlapping,
+        *events(worker, simulation.outcome.times),
+        overlapping=simulation.model.costs().depth > 0,
     )

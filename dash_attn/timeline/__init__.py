@@ -1,5 +1,5 @@
 """Events on workers, whoever made them."""
 
-from dash_attn.timeline.timeline import COMPUTE, REDUCE, ROLES, STALL, Event, TaskNames, Timeline
+from dash_attn.timeline.timeline import COMPUTE, REDUCE, ROLES, STALL, Event, TaskNames, Timeline, events
 
-__all__ = ["COMPUTE", "REDUCE", "ROLES", "STALL", "Event", "TaskNames", "Timeline"]
+__all__ = ["COMPUTE", "REDUCE", "ROLES", "STALL", "Event", "TaskNames", "Timeline", "events"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,3 +78,24 @@ class Timeline:
         columns = (self.worker, self.role, self.task, self.begin, self.end)
         for worker, role, task, begin, end in zip(*(c.tolist() for c in columns), strict=True):
             yield Event(worker, ROLES[role], task, begin, end)
+
+
+def events(worker: Longs, times: Iterable[Floats]) -> tuple[Longs, Longs, Longs, Floats, Floats]:
+    """The columns of a Timeline in which every task computed, waited if its turn had not come, and added.
+
+    `worker` per task; `times` per task: begin and end of its compute, contribution ready, in turn, added.
+    """
+    begin, end, ready, granted, landed = times
+    task, waited = np.arange(len(worker)), granted > ready
+    parts = [
+        (COMPUTE, task, begin, end),
+        (REDUCE, task, granted, landed),
+        (STALL, task[waited], ready[waited], granted[waited]),
+    ]
+    return (
+        np.concatenate([worker[t] for _, t, _, _ in parts]),
+        np.concatenate([np.full(len(t), role) for role, t, _, _ in parts]),
+        np.concatenate([t for _, t, _, _ in parts]),
+        np.concatenate([b for _, _, b, _ in parts]),
+        np.concatenate([e for _, _, _, e in parts]),
+    )

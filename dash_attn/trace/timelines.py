@@ -4,34 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from dash_attn.simulate import Machine, Simulation, simulate, task_names
-from dash_attn.timeline import COMPUTE, REDUCE, STALL, Timeline
+from dash_attn.timeline import Timeline, events
 from dash_attn.trace.measured import Measured
 
 
 def timeline(found: Measured) -> Timeline:
     """Events by SM, as the simulator's by worker."""
-    program = found.trace.program
-    task, row = np.arange(program.num_tasks), found.sm[found.rows.task_worker]
-    granted, staged = found.granted, found.task["staged"]
-    waited = granted > staged
-    parts = [
-        (COMPUTE, task, found.task["begun"], found.task["left"]),
-        (REDUCE, task, granted, found.task["landed"]),
-        (STALL, task[waited], staged[waited], granted[waited]),
-    ]
+    program, task = found.trace.program, found.task
+    times = (task["begun"], task["left"], task["staged"], found.granted, task["landed"])
     return Timeline(
         f"measured: {program.policy}, {program.mask}",
         "us",
         int(found.sm.max(initial=-1)) + 1,
         task_names(program),
-        np.concatenate([row[t] for _, t, _, _ in parts]),
-        np.concatenate([np.full(len(t), role) for role, t, _, _ in parts]),
-        np.concatenate([t for _, t, _, _ in parts]),
-        np.concatenate([begin for _, _, begin, _ in parts]),
-        np.concatenate([end for _, _, _, end in parts]),
+        *events(found.sm[found.rows.task_worker], times),
         overlapping=True,
     )
 

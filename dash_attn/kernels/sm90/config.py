@@ -86,7 +86,11 @@ class KernelConfig:
     @property
     def dk_pieces(self) -> int:
         """Room for dK in the dS buffers, in parts of one warpgroup."""
-        return 2 * CONSUMER_WARPGROUPS if self.dk_apart else CONSUMER_WARPGROUPS
+        return self.dk_piece(CONSUMER_WARPGROUPS)
+
+    def dk_piece(self, wg):
+        """Where a warpgroup's dK lies among them."""
+        return 2 * wg if self.dk_apart else wg
 
     @property
     def launch_regs(self) -> int:

@@ -248,7 +248,7 @@ class Consumer:
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if const_expr(apart):
             cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
-        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, 2 * wg if apart else wg])
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, self.cta.cfg.dk_piece(wg)])
         cute.arch.fence_view_async_shared()
         self.leave("dk_full", wg if apart else 0)
 
