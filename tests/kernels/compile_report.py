@@ -1,7 +1,7 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug", ",trace" or ",apart"
-behind it ask for that build.
+An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug" or ",trace" behind it
+ask for that build.
     python tests/kernels/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
 
@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
@@ -28,7 +27,7 @@ from dash_attn.kernels.sm90.config import KernelConfig, select, with_debug, with
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-BUILDS = {"debug": with_debug, "trace": with_trace, "apart": lambda cfg: replace(cfg, apart=True).validate()}
+BUILDS = {"debug": with_debug, "trace": with_trace}
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:

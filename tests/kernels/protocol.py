@@ -37,7 +37,7 @@ class Machine:
         self.bars = {(s.name, i): MBarrier(s.arrivals) for s in mbarrier_specs(cfg) for i in range(s.count)}
         self.ring, self.info = [None] * RING, [None, None]
         self.q, self.do, self.kv, self.ds, self.slots = [None] * 2, [None] * 2, [None] * 2, [None] * 2, {}
-        self.meeting, self.own = [0, 0], [None, None]
+        self.meeting = [0, 0]
 
     def wait(self, name, index, parity):
         while not self.bars[name, index].passed(parity):
@@ -94,19 +94,15 @@ class Machine:
             label, _, tasks = self.info[i & 1]
             assert label == i and self.kv[0] == i
             if tasks == 0:
-                yield from self.wait("dk_empty", wg if self.cfg.dk_apart else 0, (i & 1) ^ 1)
+                yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.arrive("v_empty", n=4)
                 self.arrive("k_empty", n=4)
             for t in range(tasks):
                 yield from self.task(wg, task, i, t)
                 task += 1
-            if self.cfg.dk_apart:
-                self.own[wg] = ("dk", i)
-                self.arrive("dk_full", wg, n=4)
-            else:
-                yield from self.meet(wg)
-                self.ds[wg] = ("dk", i)
-                self.arrive("dk_full", n=4)
+            yield from self.meet(wg)
+            self.ds[wg] = ("dk", i)
+            self.arrive("dk_full", n=4)
             yield from self.fill(wg, task + i, ("dv", i))
 
     def task(self, wg, task, i, t):
@@ -122,10 +118,7 @@ class Machine:
         if ends:
             self.arrive("v_empty", n=4)
         if begins:
-            yield from self.wait("dk_empty", wg if self.cfg.dk_apart else 0, odd ^ 1)
-        if self.cfg.apart:
-            yield from self.task_apart(wg, task, i, (entry, tile, turn, ends))
-            return
+            yield from self.wait("dk_empty", 0, odd ^ 1)
         self.ds[stage] = ("ds", task)
         self.arrive("ds_full", stage, n=4)
         yield from self.wait("ds_full", stage, phase)
@@ -137,35 +130,6 @@ class Machine:
             self.arrive("k_empty", n=4)
         yield from self.fill(wg, entry, ("finish" if last else "add", tile, turn))
         assert self.q[stage] == (i, t)
-        self.arrive("q_empty", stage, n=4)
-
-    def task_apart(self, wg, task, i, what):
-        """A warpgroup alone with its dS: it meets the other in the slots only."""
-        entry, tile, turn, ends = what
-        stage, phase = task & 1, (entry >> 1) & 1
-        mine = self.own if self.cfg.dk_apart else self.ds  # the parts that dK will take
-        mine[wg] = ("ds", task)
-        yield "step"
-        assert mine[wg] == ("ds", task), "dS was overwritten while dQ read it"
-        self.arrive("do_empty", stage, n=4)
-        for b in range(2):
-            half = (entry & 1) * 2 + b
-            parts = stage * 2 + b
-            if b == 1:
-                assert self.kv[0] == i
-                if ends:
-                    self.arrive("k_empty", n=4)
-            if wg == 0:
-                yield from self.wait("dq_empty", half, phase)
-                assert self.slots.get(half) is None, "the slot was not free"
-                self.slots[half] = ("part", tile, turn)
-                self.arrive("dq_part", parts, n=4)
-            else:
-                yield from self.wait("dq_part", parts, (task >> 1) & 1)
-                assert self.slots.get(half) == ("part", tile, turn), "the slot holds another part"
-                self.slots[half] = ("add", tile, turn)
-                self.arrive("dq_full", half, n=4)
-        assert self.q[stage][0] == i
         self.arrive("q_empty", stage, n=4)
 
     def meet(self, wg):
@@ -241,14 +205,6 @@ class Machine:
 
     def dk_writer(self):
         for i in range(len(self.chains)):
-            if self.cfg.dk_apart:
-                for wg in range(2):
-                    yield from self.wait("dk_full", wg, i & 1)
-                    assert self.info[i & 1][0] == i and self.own[wg] == ("dk", i)
-                    yield "step"
-                    assert self.info[i & 1][0] == i and self.own[wg] == ("dk", i)
-                    self.arrive("dk_empty", wg)
-                continue
             yield from self.wait("dk_full", 0, i & 1)
             assert self.info[i & 1][0] == i and self.ds == [("dk", i)] * 2
             yield "step"

@@ -27,7 +27,6 @@ GROUPS = {
 }
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
 GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
-GROUPS["apart"] = ["main,128,bf16,causal,1,8192,apart", "main,64,bf16,interval,1,8192,apart"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 

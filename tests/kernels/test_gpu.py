@@ -106,21 +106,6 @@ def test_bits_do_not_follow_placement_finish_or_split(dim):
     assert all(same(other, results[0]) for other in results[1:])
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, MASKS["window"]], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_warpgroups_apart(dim, mask, split):
-    """A build that no problem selects: its sums have an order of their own."""
-    problem = Problem(2, 6, 2, 1000, 1100, dim, mask=mask)
-    case, cfg = Case.make(problem), config_of(problem)
-    cfg = dataclasses.replace(cfg, finish="postpass", apart=True, split=split)
-    tables = tables_of(problem, cfg, "auto", sms())
-    first = case.run(cfg, tables)
-    assert max(errors(first, case.exact())) < TOLERANCE[problem.dtype]
-    assert case.differing(cfg, tables, 50) == 0
-    assert same(case.run(cfg, tables_of(problem, cfg, "auto", sms() - 16)), first)
-
-
 def test_bits_follow_the_order():
     problem = Problem(1, 2, 2, 2048, 2048, 128, mask=FULL)
     case, cfg = Case.make(problem), config_of(problem)

@@ -10,7 +10,6 @@ ds_full         both warpgroups wrote their columns of dS            consumers
 dq_full         one warpgroup staged its half of a tile             the slot's writer
 dq_empty        the slot's half is free (and holds the partial sum, consumers
                 when the tile is to be finished)
-dq_part         apart: the first warpgroup staged its part of a tile   the second
 dk_full         one warpgroup staged its rows of dK in the dS buffers  the dK writer
 dk_empty        those rows are stored, dS may be written again         consumers
 """
@@ -43,9 +42,6 @@ class MBarrierSpec:
 def mbarrier_specs(cfg: KernelConfig) -> tuple[MBarrierSpec, ...]:
     warps = cfg.consumer_threads // 32
     halves = cfg.dq_slots * CONSUMER_WARPGROUPS
-    met = MBarrierSpec("ds_full", cfg.ds_stages, warps)
-    added = MBarrierSpec("dq_part", cfg.stages * CONSUMER_WARPGROUPS, WARPGROUP // 32)
-    owners = CONSUMER_WARPGROUPS if cfg.dk_apart else 1
     return (
         MBarrierSpec("q_full", cfg.stages, 1),
         MBarrierSpec("q_empty", cfg.stages, warps),
@@ -56,11 +52,11 @@ def mbarrier_specs(cfg: KernelConfig) -> tuple[MBarrierSpec, ...]:
         MBarrierSpec("v_full", 1, 1),
         MBarrierSpec("v_empty", 1, warps),
         MBarrierSpec("task_full", RING, 1),
-        added if cfg.apart else met,
+        MBarrierSpec("ds_full", cfg.ds_stages, warps),
         MBarrierSpec("dq_full", halves, WARPGROUP // 32),
         MBarrierSpec("dq_empty", halves, 1),
-        MBarrierSpec("dk_full", owners, warps // owners),
-        MBarrierSpec("dk_empty", owners, 1),
+        MBarrierSpec("dk_full", 1, warps),
+        MBarrierSpec("dk_empty", 1, 1),
     )
 
 

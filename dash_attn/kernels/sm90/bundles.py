@@ -87,7 +87,7 @@ class Layouts:
             kv=cute.tile_to_shape(atom, (cfg.tile_n, cfg.dim), order=(0, 1)),
             ds=cute.tile_to_shape(atom, (cfg.tile_m, cfg.tile_n, cfg.ds_stages), order=(0, 1, 2)),
             grad=cute.tile_to_shape(atom, (64, cfg.dim, grad_pieces), order=(0, 1, 2)),
-            dk=cute.tile_to_shape(atom, (64, cfg.dim, cfg.dk_pieces), order=(0, 1, 2)),
+            dk=cute.tile_to_shape(atom, (64, cfg.dim, CONSUMER_WARPGROUPS), order=(0, 1, 2)),
             dq_out=cute.tile_to_shape(atom, (64, 64, out_pieces), order=(0, 1, 2)),
         )
 

@@ -40,7 +40,6 @@ class KernelConfig:
     ds_stages: int = 2  # buffers of dS; two need only one consumer barrier per task
     dq_slots: int = 2  # staged dQ tiles; each writer warp serves one
     split: bool = False  # a turn per half tile, each writer serving one half, instead of a turn per tile
-    apart: bool = False  # each warpgroup multiplies its own rows of dS: they add up in the slot and need not meet
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
     trace: bool = False  # time stamps of every entry (see stamps.py)
@@ -77,20 +76,6 @@ class KernelConfig:
     @property
     def last_finishes(self) -> bool:
         return self.ordered and self.finish == "last"
-
-    @property
-    def dk_apart(self) -> bool:
-        """A warpgroup's own dS leaves room for its dK (128-row q tiles)."""
-        return self.apart and self.tile_m == 128
-
-    @property
-    def dk_pieces(self) -> int:
-        """Room for dK in the dS buffers, in parts of one warpgroup."""
-        return self.dk_piece(CONSUMER_WARPGROUPS)
-
-    def dk_piece(self, wg):
-        """Where a warpgroup's dK lies among them."""
-        return 2 * wg if self.dk_apart else wg
 
     @property
     def launch_regs(self) -> int:
@@ -138,8 +123,6 @@ class KernelConfig:
             out.append(f"stages {self.stages}, ds_stages {self.ds_stages}: only 2 and 2 are built")
         if not 1 <= self.dq_slots <= 2:
             out.append(f"dq_slots {self.dq_slots}: two warps are left beside the producer and the dK writer")
-        if self.apart and (self.last_finishes or self.dq_slots != 2):
-            out.append("apart needs two slots, and sums that nobody finishes in their slot")
         if self.split and self.dq_slots != 2:
             out.append("split turns need two slots: each writer serves its half of both")
         regs = self.worker_regs * WARPGROUP + self.consumer_regs * self.consumer_threads

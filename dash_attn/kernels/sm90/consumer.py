@@ -40,7 +40,7 @@ class Consumer:
             dv.fill(0.0)
             done = Int32(0)
             if cta.views.info[0, i & 1] == 0:
-                cta.bars.wait("dk_empty", wg if cta.cfg.dk_apart else 0, (i & 1) ^ 1)
+                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
                 done = Int32(1)
@@ -65,7 +65,6 @@ class Consumer:
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "begun")
         flags = flags_of(cta, entry)
-        wg = cute.arch.make_warp_uniform(thread // WARPGROUP) if cfg.apart else 0
         s = gemms.score_acc()
         gemms.issue_s(s, stage)
         lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m)
@@ -89,46 +88,29 @@ class Consumer:
         score_gradient(dp, s, delta)
         ds16 = gemms.as_operand(dp)
         if (flags & BEGINS) != 0:
-            # The last chain's dK has left these buffers.
-            cta.bars.wait("dk_empty", wg if cfg.dk_apart else 0, odd ^ 1)
+            cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left these buffers
         gemms.write_ds(ds16, stage)
         # (4) dV; issued before dS is computed it was 8 % slower in all
         gemms.issue_dv(dv, p16, stage)
         # (5) dQ needs the dS rows of both warpgroups. With two buffers one barrier is enough: whoever passes it
         # has waited for its dQ of the task before, so the other buffer is free.
         cute.arch.fence_view_async_shared()
-        if const_expr(cfg.apart):
-            cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
-        else:
-            self.leave("ds_full", stage)
-            cta.bars.wait("ds_full", stage, phase)
+        self.leave("ds_full", stage)
+        cta.bars.wait("ds_full", stage, phase)
         dq = gemms.query_acc()
-        if const_expr(cfg.apart):
-            gemms.issue_half_dq(dq, stage, 0)
-        else:
-            gemms.issue_dq(dq, stage)
+        gemms.issue_dq(dq, stage)
         warpgroup.wait_group(1)
         self.leave("do_empty", stage)
         # (6) dK
         gemms.issue_dk(dk, ds16, stage)
         warpgroup.wait_group(1)
-        if const_expr(cfg.apart):
-            self.add_dq(dq, (task, entry), wg, 0)
-            other = gemms.query_acc()
-            gemms.issue_half_dq(other, stage, 1)
-            warpgroup.wait_group(0)
-            if (flags & ENDS) != 0:
-                self.leave("k_empty", 0)
-            self.add_dq(other, (task, entry), wg, 1)
-        else:
-            if (flags & ENDS) != 0:
-                self.leave("k_empty", 0)
-            # (7) dQ to its slot, while dK is computed
-            self.stage_dq(gemms, dq, entry, flags)
-            warpgroup.wait_group(0)
+        if (flags & ENDS) != 0:
+            self.leave("k_empty", 0)
+        # (7) dQ to its slot, while dK is computed
+        self.stage_dq(gemms, dq, entry, flags)
+        warpgroup.wait_group(0)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "left")
-        # Apart, only now: the next but one Q tells the first warpgroup that the second has taken its parts of this dQ.
         self.leave("q_empty", stage)
         return flags
 
@@ -174,34 +156,6 @@ class Consumer:
             consumer_stamp(cta, entry, "staged")
 
     @cute.jit
-    def add_dq(self, dq, where, wg, b: cutlass.Constexpr):
-        """The first warpgroup stages its part of half `b` of a tile, the second adds its own."""
-        cta, cfg = self.cta, self.cta.cfg
-        task, entry = where
-        half, phase, parts = (entry & 1) * 2 + b, (entry >> 1) & 1, (task & 1) * 2 + b
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        place = cute.make_tensor(
-            cta.views.dq[None, half].iterator + thread * 4,
-            cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)),
-        )
-        mine = cute.make_tensor(dq.iterator, cute.make_layout(place.shape))
-        if wg == 0:
-            self.await_slot(entry, half, phase)
-            cute.autovec_copy(mine, place)
-            self.leave("dq_part", parts)
-        else:
-            cta.bars.wait("dq_part", parts, (task >> 1) & 1)
-            part = cute.make_rmem_tensor(4, Float32)
-            for j in cutlass.range_constexpr(cute.size(mine.shape[1])):
-                cute.autovec_copy(place[None, j], part)
-                for i in cutlass.range_constexpr(4):
-                    part[i] = part[i] + mine[i, j]
-                cute.autovec_copy(part, place[None, j])
-            self.signal_full(half)
-        if const_expr(cfg.trace):
-            consumer_stamp(cta, entry, "staged")
-
-    @cute.jit
     def await_slot(self, entry, half, phase):
         cta = self.cta
         if const_expr(cta.cfg.trace):
@@ -241,16 +195,12 @@ class Consumer:
         scaled = cute.make_rmem_tensor_like(dk)
         scaled.store(dk.load() * self.cta.facts.scale)
         out = gemms.as_operand(scaled)
-        apart = self.cta.cfg.dk_apart
-        if const_expr(not apart):
-            self.sync_consumers()  # both warpgroups have read the last dS
+        self.sync_consumers()  # both warpgroups have read the last dS
         dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        if const_expr(apart):
-            cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
-        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, self.cta.cfg.dk_piece(wg)])
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
         cute.arch.fence_view_async_shared()
-        self.leave("dk_full", wg if apart else 0)
+        self.leave("dk_full", 0)
 
     @cute.jit
     def hand_over_dv(self, gemms, dv, entry):

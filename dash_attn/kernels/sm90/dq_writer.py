@@ -207,17 +207,16 @@ class DkWriter:
         cta = self.cta
         _, chains = my_chains(cta)
         for i in cutlass.range(chains, unroll=1):
+            cta.bars.wait("dk_full", 0, i & 1)
             info = cta.views.info
-            for index, wgs in enumerate(((0,), (1,)) if cta.cfg.dk_apart else ((0, 1),)):
-                cta.bars.wait("dk_full", index, i & 1)
-                place = (info[1, i & 1], info[2, i & 1], info[3, i & 1])
-                for wg in wgs:
-                    store_rows(cta, cta.streams.dk, (cta.views.dk, cta.cfg.dk_piece(wg)), place, wg)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_warp()
-                if cute.arch.lane_idx() == 0:
-                    cta.bars.arrive("dk_empty", index)
+            place = (info[1, i & 1], info[2, i & 1], info[3, i & 1])
+            for wg in cutlass.range_constexpr(2):
+                store_rows(cta, cta.streams.dk, (cta.views.dk, wg), place, wg)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cta.bars.arrive("dk_empty")
 
 
 def store_rows(cta: Cta, stream, staged, place, wg):

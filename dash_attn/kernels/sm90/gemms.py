@@ -55,18 +55,14 @@ class Gemms:
         cfg, v = cta.cfg, cta.views
         score = tiled_mma(cfg, SMEM, K_MAJOR, cfg.tile_m, (2, 1, 1))
         grad = tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, (2, 1, 1))
-        one = (1, 1, 1)
-        query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, one if cfg.apart else (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
-        g_score, g_grad = [x.get_slice(wg * 128) for x in (score, grad)]
-        g_query, ds, k = query.get_slice(0 if cfg.apart else wg * 128), v.ds, v.k
-        if cfg.apart:  # its own kv rows
-            ds = cute.local_tile(ds, (cfg.tile_m, 64, cfg.ds_stages), (0, wg, 0))
-            k = cute.local_tile(k, (64, cfg.dim), (wg, 0))
+        query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
+        g_score, g_grad, g_query = [x.get_slice(wg * 128) for x in (score, grad, query)]
 
         def stmatrix(t):
             return cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), element(cfg))
 
         store_ds = cute.make_tiled_copy_C(stmatrix(True), score)
+        one = (1, 1, 1)
         return Gemms(
             cfg,
             score,
@@ -78,8 +74,8 @@ class Gemms:
             do_b=g_score.make_fragment_B(g_score.partition_B(v.do)),
             q_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.q))),
             do_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.do))),
-            ds_a=g_query.make_fragment_A(g_query.partition_A(ds)),
-            k_t=g_query.make_fragment_B(g_query.partition_B(transposed(k))),
+            ds_a=g_query.make_fragment_A(g_query.partition_A(v.ds)),
+            k_t=g_query.make_fragment_B(g_query.partition_B(transposed(v.k))),
             store_ds=store_ds,
             ds_dst=store_ds.get_slice(thread).partition_D(transposed(v.ds)),
             store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
@@ -95,8 +91,7 @@ class Gemms:
         return cute.make_rmem_tensor(shape, Float32)
 
     def query_acc(self):
-        tile = (64, 64) if self.cfg.apart else (self.cfg.tile_m, self.cfg.dim)
-        shape = self.query.get_slice(0).partition_shape_C(tile)
+        shape = self.query.get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.dim))
         return cute.make_rmem_tensor(shape, Float32)
 
     def as_operand(self, acc):
@@ -124,20 +119,8 @@ class Gemms:
     def issue_dq(self, acc, buffer):
         issue(self.query, acc, self.ds_a[None, None, None, buffer], self.k_t, False)
 
-    def issue_half_dq(self, acc, buffer, half: int):
-        """64 rows (or columns) of dQ from this warpgroup's kv rows alone."""
-        ds, k = self.ds_a[None, None, None, buffer], self.k_t
-        ds, k = (tile_of(ds, half), k) if self.cfg.dq_split_rows else (ds, tile_of(k, half))
-        issue(self.query, acc, ds, k, False)
-
     def write_ds(self, ds, buffer):
         cute.copy(self.store_ds, self.store_ds.retile(ds), self.ds_dst[None, None, None, buffer])
-
-
-def tile_of(operand, i: int):
-    """One of the tiles of an operand's middle mode, which stays, with one tile."""
-    one = operand[None, i, None]
-    return cute.make_tensor(one.iterator, cute.select(cute.append_ones(one.layout, up_to_rank=3), mode=[0, 2, 1]))
 
 
 def issue(mma, acc, a, b, accumulate):
