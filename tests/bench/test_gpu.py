@@ -36,9 +36,18 @@ def settings(device: torch.device, *peers: str) -> Settings:
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_every_variant_is_right(cuda: torch.device, dim: int, mask) -> None:
     row = measure(cases.Case("small", Problem(2, 4, 2, 1000, 1000, dim, mask=mask)), settings(cuda, *ALL))
-    assert not row["failed"], row["failed"]
+    wrong = {"fa4", "fa4 det"} if dim == 80 else set()  # what is wrong is reported, not left out
+    assert set(row["failed"]) <= wrong, row["failed"]
     assert "triton two-pass" in row["us"] and "fa2" in row["us"], row["missing"]
     assert all(bytes_ > 0 for bytes_ in row["peak_bytes"].values())
+
+
+@pytest.mark.parametrize("heads_kv", [8, 2])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_more_memory_than_fa4(cuda: torch.device, dim: int, heads_kv: int) -> None:
+    problem = Problem(1, 8, heads_kv, 4096, 4096, dim, mask=CAUSAL)
+    peak = measure(cases.Case("memory", problem), settings(cuda, "fa4", "fa4 det"))["peak_bytes"]
+    assert peak[Ours().default(problem)] <= peak["fa4 det"], peak
 
 
 def test_flex_is_right(cuda: torch.device) -> None:

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .bundles import element
-from .config import COUNTER_WORDS, STAMPS, KernelConfig
+from .config import STAMPS, KernelConfig
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
 
@@ -30,7 +30,7 @@ def stats_of(cfg: KernelConfig, planes, n_q, padded):
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
-        rows_of(Int32, (planes, n_q, 2, COUNTER_WORDS), 4),
+        rows_of(Int32, (n_q, planes), 4),
     )
 
 

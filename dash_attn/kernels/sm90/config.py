@@ -21,7 +21,7 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 # note their half each. A chain's own entry (dV) has the common clock (ns) under "loaded" and its end under "begun".
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")
-COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
+MOST_TURNS = 2**16 - 1  # of a q tile: the counters of its halves share a word
 MANY_KEYS = {64: 1024, 128: 2048}  # so many a query, and a pass of its own finishes dQ (measured, by head dim)
 
 

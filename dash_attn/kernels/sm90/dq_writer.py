@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta, pieces_per_half
 from .config import STAMPS
+from .counters import counter_of, pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .stamps import cycle, note
@@ -88,16 +89,15 @@ class DqWriter:
         lane = cute.arch.lane_idx()
         at = ring_slot(entry)
         q_tile, plane, turn = cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at]
-        counter = cta.streams.counters[plane, q_tile, writer if cfg.split else 0, None].iterator
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
                 if lane == 0:
                     if const_expr(cfg.debug):
-                        await_turn(cta, counter, entry, writer)
+                        await_turn(cta, entry, writer)
                     else:
-                        seen = Int32(-1)
+                        counter, seen = counter_of(cta, entry), Int32(-1)
                         while seen != turn:
-                            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                            seen = turns_taken(cfg, counter, writer)
                     cute.arch.fence_proxy("async.global")
                 cute.arch.sync_warp()
         if const_expr(cfg.trace):
@@ -114,7 +114,7 @@ class DqWriter:
         landed = cycle(cta)
         if const_expr(cfg.ordered):
             if lane == 0:
-                cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+                pass_on(cfg, counter_of(cta, entry), writer)
         if const_expr(cfg.trace):
             self.stamp(writer, entry, "landed", landed)  # noted behind the release, which would wait for the store
         cute.arch.sync_warp()

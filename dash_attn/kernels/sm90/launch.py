@@ -13,7 +13,7 @@ import torch
 from dash_attn.program import Program, Sequences
 
 from .cache import kernels
-from .config import COUNTER_WORDS, REPORT, STAMPS, KernelConfig
+from .config import MOST_TURNS, REPORT, STAMPS, KernelConfig
 
 LOG2_E = 1.4426950408889634
 KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
@@ -57,6 +57,8 @@ class DeviceTables:
     @staticmethod
     def of(program: Program, placement: Sequences, rows: tuple[np.ndarray, ...], device: torch.device) -> DeviceTables:
         """One copy to the device; `rows` are the intervals of the mask's rows, or nothing where it needs none."""
+        if program.contributors.max(initial=0) > MOST_TURNS:
+            raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only take up an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
         runs = np.zeros((max(1, len(program.runs)), 8), np.int32)
@@ -84,13 +86,13 @@ class Workspace(NamedTuple):
             lse2=torch.empty(rows, device=device, dtype=torch.float32),
             delta=torch.empty(rows, device=device, dtype=torch.float32),
             dq_sum=torch.empty((planes, n_q, 2, cfg.half_floats), device=device, dtype=torch.float32),
-            counters=torch.empty((planes, n_q, 2, COUNTER_WORDS), device=device, dtype=torch.int32),
+            counters=torch.empty((n_q, planes), device=device, dtype=torch.int32),
         )
 
     @staticmethod
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
         n_q = -(-seqlen // cfg.tile_m)
-        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 2 * COUNTER_WORDS)
+        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 1)
 
     @staticmethod
     def kept(cfg: KernelConfig, q: torch.Tensor) -> tuple[Workspace, Any]:
