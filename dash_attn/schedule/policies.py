@@ -18,7 +18,12 @@ DEFAULT_WIDTH = 128
 AUTO_WIDTH = 64
 NARROW_WIDTH = 32
 BUSY = 128  # chains that should be able to run at once
-SIDE_BY_SIDE = 256  # chains of the heads that `level` launches in turn: two for each worker of a whole GPU
+FAR = 256  # queries between neighbours of a rotation: longer heads would not stay in cache
+SIDE_BY_SIDE = (128, 256)  # chains of the heads that `level` launches in turn: one or two for each worker of a GPU
+SHORT, LONG = (
+    16,
+    128,
+)  # kv tiles: heads that fill less than a GPU's worth of workers only many at a time; more than that
 
 Rounds = list[list[tuple[int, ...]]]
 
@@ -169,7 +174,8 @@ POLICIES: dict[str, Policy] = {
     ),
     "level": Policy(
         _spt,
-        "shortest chain first, each from its diagonal upwards; in the last heads longest first, coming down",
+        "shortest chain first, each from its diagonal upwards; in the last heads (every other few, if grouped) longest "
+        "first, coming down",
         applies=_is_band,
         needs=BAND,
         last=_longest_first,
@@ -188,6 +194,8 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if POLICIES["symmetric_shift"].applies(tiling):
+        if tiling.problem.group == 1 or tiling.num_kv > SHORT:
+            return Choice("level")
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
 
@@ -197,10 +205,11 @@ def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
     time to hand a turn on, though enough where triangles interrupt the rotation.
 
     Not more than NARROW_WIDTH: workers that are too few for the next window wait, and with narrow windows few of them
-    do. But at most four tiles apart, because longer heads would not stay in cache, and enough to keep a GPU busy.
+    do. But not FAR apart, and enough to keep a GPU busy.
     """
     busy = BUSY // max(1, tiling.problem.groups)
-    return min(AUTO_WIDTH, max(1, circle // 4, min(NARROW_WIDTH, circle // apart), busy))
+    near = circle // max(1, FAR // tiling.shape.m)
+    return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, circle // apart), busy))
 
 
 def parse(text: str) -> Choice:
@@ -249,11 +258,16 @@ def _end_level(
     Going up from the diagonal, shortest first, no chain catches up with the one before it, whenever they start. Coming
     down, longest first, none does if they start a step apart: as they do after chains that end one by one, and where
     chains of other groups come between.
+
+    Chains over several query heads are at different heads at a time, more so the longer they run out of step: of
+    these, every other few groups follow `last`, after which all begin together again.
     """
-    groups = tiling.problem.groups
-    few = min(-(-SIDE_BY_SIDE // max(1, tiling.num_kv)), -(-groups // 2))
+    groups, grouped = tiling.problem.groups, tiling.problem.group > 1
+    side_by_side = SIDE_BY_SIDE[not grouped and tiling.num_kv > SHORT]
+    few = min(-(-side_by_side // max(1, tiling.num_kv)), -(-groups // 2))
     block = windows(groups, max(1, few))
-    is_last = (block == block.max(initial=0)).astype(np.int64)
+    from_end = block.max(initial=0) - block
+    is_last = (from_end % 2 == 0 if grouped and tiling.num_kv <= LONG else from_end == 0).astype(np.int64)
     one_by_one = [[[bundle] for bundles in rounds for bundle in bundles] for _, rounds in (order, last)]
     parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
     launch = [every_group(tiling, one_by_one[is_last[part[0]]], part)[0] for part in parts]

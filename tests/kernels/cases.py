@@ -88,7 +88,8 @@ class Case:
     def differing(self, cfg: KernelConfig, tables: DeviceTables, runs: int) -> int:
         """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""
         first, inputs = self.run(cfg, tables), self.inputs
-        ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in inputs[1:4]))
+        into = Grads(*(torch.empty_like(t) for t in inputs[1:4]))
+        ws = Workspace.of(cfg, inputs.q, into.dq)  # which must not change bits either
         count = torch.zeros((), dtype=torch.int64, device=inputs.q.device)
         for _ in range(runs):
             poison(ws, into)

@@ -84,11 +84,10 @@ def ring_depth_needed(cfg: KernelConfig) -> int:
 
     The producer runs at most `stages` tasks and two chain ends (one entry each) ahead of the consumers,
     because every task waits for its Q stage and every chain for K of the chain before; the consumers are at
-    most `dq_slots` entries ahead of the writers, because every entry waits for its slot, and as many again
-    because a slot may be given back before its entry is read for the last time. One end mark per writer
-    follows the last chain, and one more entry is being written.
+    most `dq_slots` entries ahead of the writers, because every entry waits for its slot. One end mark per
+    writer follows the last chain, and one more entry is being written.
     """
-    return cfg.stages + 2 + 2 * cfg.dq_slots + cfg.writers + 1
+    return cfg.stages + 2 + cfg.dq_slots + cfg.writers + 1
 
 
 def barrier_problems(cfg: KernelConfig) -> list[str]:

@@ -43,7 +43,7 @@ class Streams(NamedTuple):
     lse: Any  # (planes, padded rows), times log2 e
     delta: Any
     dq_sum: Any  # (planes, n_q, 2, half_floats)
-    counters: Any  # (n_q, planes): q tiles of a head are polled at the same time, and so lie in different sectors
+    counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key of a query row
     row_hi: Any  # (Sq,) one past its last key
     debug: Any = ()  # Debug, in a debug build

@@ -30,7 +30,7 @@ def stats_of(cfg: KernelConfig, planes, n_q, padded):
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
-        rows_of(Int32, (n_q, planes), 4),
+        rows_of(Int32, (planes, n_q, *symbols(2)), 4),
     )
 
 

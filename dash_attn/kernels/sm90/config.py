@@ -21,7 +21,8 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 # note their half each. A chain's own entry (dV) has the common clock (ns) under "loaded" and its end under "begun".
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")
-MOST_TURNS = 2**16 - 1  # of a q tile: the counters of its halves share a word
+COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself: neighbours are polled at the same time
+MOST_TURNS = 2**16 - 1  # of a q tile, whose halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # so many a query, and a pass of its own finishes dQ (measured, by head dim)
 
 
@@ -76,6 +77,12 @@ class KernelConfig:
     @property
     def last_finishes(self) -> bool:
         return self.ordered and self.finish == "last"
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Of a q tile: how many, and words of each. While the last contributors finish dQ piece by piece there is no
+        memory to borrow (see launch.Workspace), and one word has to do: split turns count in its halves."""
+        return (1, 1) if self.last_finishes else (2 if self.split else 1, COUNTER_WORDS)
 
     @property
     def launch_regs(self) -> int:

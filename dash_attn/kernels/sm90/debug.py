@@ -9,16 +9,16 @@ from cutlass import AddressSpace, Int32, Int64
 
 from .bundles import Cta
 from .config import PATIENCE_NS, REPORT
-from .counters import counter_of, turns_taken
+from .counters import turns_taken
 from .ptx import bulk_store
 from .tasks import ring_slot
 
 
 @cute.jit
-def await_turn(cta, entry, writer):
+def await_turn(cta, counter, entry, writer):
     """As the wait of the turnstile, by one lane."""
     turn = cta.views.ring[3, ring_slot(entry)]
-    counter, start = counter_of(cta, entry), cute.arch.globaltimer()
+    start = cute.arch.globaltimer()
     seen = turn - 1
     while seen != turn:
         seen = turns_taken(cta.cfg, counter, writer)

@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .bundles import Cta, pieces_per_half
 from .config import STAMPS
-from .counters import counter_of, pass_on, turns_taken
+from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .stamps import cycle, note
@@ -89,13 +89,14 @@ class DqWriter:
         lane = cute.arch.lane_idx()
         at = ring_slot(entry)
         q_tile, plane, turn = cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at]
+        counter = cta.streams.counters[plane, q_tile, writer if cfg.counters[0] == 2 else 0, None].iterator
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
                 if lane == 0:
                     if const_expr(cfg.debug):
-                        await_turn(cta, entry, writer)
+                        await_turn(cta, counter, entry, writer)
                     else:
-                        counter, seen = counter_of(cta, entry), Int32(-1)
+                        seen = Int32(-1)
                         while seen != turn:
                             seen = turns_taken(cfg, counter, writer)
                     cute.arch.fence_proxy("async.global")
@@ -114,7 +115,7 @@ class DqWriter:
         landed = cycle(cta)
         if const_expr(cfg.ordered):
             if lane == 0:
-                pass_on(cfg, counter_of(cta, entry), writer)
+                pass_on(cfg, counter, writer)
         if const_expr(cfg.trace):
             self.stamp(writer, entry, "landed", landed)  # noted behind the release, which would wait for the store
         cute.arch.sync_warp()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,7 +71,10 @@ class DeviceTables:
 
 
 class Workspace(NamedTuple):
-    """fp32 side buffers, linear in tokens. Their content on entry does not matter, but for unordered sums."""
+    """fp32 side buffers, linear in tokens. Their content on entry does not matter, but for unordered sums.
+
+    All but the sums may lie in dQ itself, if a pass of its own writes that at the very end.
+    """
 
     lse2: torch.Tensor
     delta: torch.Tensor
@@ -78,38 +82,68 @@ class Workspace(NamedTuple):
     counters: torch.Tensor
 
     @staticmethod
-    def of(cfg: KernelConfig, q: torch.Tensor) -> Workspace:
+    def of(cfg: KernelConfig, q: torch.Tensor, dq: torch.Tensor | None = None) -> Workspace:
+        """In `dq` as far as it goes, if given."""
         batch, seqlen, heads, _ = q.shape
         planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
-        rows, device = (planes, n_q * cfg.tile_m), q.device
+        sizes = Workspace.floats(cfg, planes, seqlen)
+        if dq is not None and dq.is_contiguous() and lends(cfg, planes, seqlen):
+            room = dq.view(-1).view(torch.float32)[: sum(sizes[:3])]
+        else:
+            room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
+        lse2, delta, words = room.split(sizes[:3])
+        counters = words.view(torch.int32)
+        if cfg.last_finishes:  # q tiles of one head, which are polled at the same time, lie far apart
+            counters = counters.view(n_q, planes, *cfg.counters).transpose(0, 1)
+        dq_sum = torch.empty(sizes[3], device=q.device, dtype=torch.float32)
         return Workspace(
-            lse2=torch.empty(rows, device=device, dtype=torch.float32),
-            delta=torch.empty(rows, device=device, dtype=torch.float32),
-            dq_sum=torch.empty((planes, n_q, 2, cfg.half_floats), device=device, dtype=torch.float32),
-            counters=torch.empty((n_q, planes), device=device, dtype=torch.int32),
+            lse2.view(planes, -1),
+            delta.view(planes, -1),
+            dq_sum.view(planes, n_q, 2, cfg.half_floats),
+            counters.view(planes, n_q, *cfg.counters),
         )
 
     @staticmethod
-    def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
-        n_q = -(-seqlen // cfg.tile_m)
-        return 4 * planes * n_q * (2 * cfg.tile_m + 2 * cfg.half_floats + 1)
+    def floats(cfg: KernelConfig, planes: int, seqlen: int) -> tuple[int, int, int, int]:
+        """Words of lse2, delta, counters and dq_sum."""
+        tiles, rows = planes * -(-seqlen // cfg.tile_m), cfg.tile_m
+        return tiles * rows, tiles * rows, tiles * math.prod(cfg.counters), tiles * 2 * cfg.half_floats
 
     @staticmethod
-    def kept(cfg: KernelConfig, q: torch.Tensor) -> tuple[Workspace, Any]:
+    def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
+        """What a call takes beside contiguous gradients."""
+        *small, sums = Workspace.floats(cfg, planes, seqlen)
+        in_dq = lends(cfg, planes, seqlen) and not keeps(cfg, planes, seqlen)
+        return 4 * (sums if in_dq else sums + sum(small))
+
+    @staticmethod
+    def kept(cfg: KernelConfig, q: torch.Tensor, dq: torch.Tensor) -> tuple[Workspace, Any]:
         """One, and the same as the kernels take it. A small one is used again by the thread's next call of this size on
-        the default stream, which runs after this one: four allocations and conversions are a third of what such a call
+        the default stream, which runs after this one: allocations and conversions are a third of what such a call
         costs the host. Graphs are not captured there."""
         batch, seqlen, heads, _ = q.shape
         device = q.device.index
-        if batch * heads * seqlen * cfg.dim > KEPT_FLOATS or not on_default_stream(device):
-            ws = Workspace.of(cfg, q)
+        if not keeps(cfg, batch * heads, seqlen) or not on_default_stream(device):
+            ws = Workspace.of(cfg, q, dq)
             return ws, tuple(ws)
-        size = cfg.tile_m, cfg.dim, batch * heads, seqlen
+        size = cfg.tile_m, cfg.dim, cfg.counters, batch * heads, seqlen
         found = _kept.on.get(device)
         if found is None or found[0] != size:
             ws = Workspace.of(cfg, q)
             found = _kept.on[device] = size, (ws, converted(tuple(ws)))
         return found[1]
+
+
+def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
+    return planes * seqlen * cfg.dim <= KEPT_FLOATS
+
+
+def lends(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
+    """dQ has room for the small ones, and is not written before they are done with."""
+    return (
+        not cfg.last_finishes
+        and 4 * sum(Workspace.floats(cfg, planes, seqlen)[:3]) <= planes * seqlen * cfg.columns * 2
+    )
 
 
 def on_default_stream(device: int) -> bool:
@@ -120,7 +154,7 @@ class _Kept(threading.local):
     """Per thread, because launches of two threads may mix on a stream: the last workspace on each device."""
 
     def __init__(self) -> None:
-        self.on: dict[int, tuple[tuple[int, ...], tuple[Workspace, Any]]] = {}
+        self.on: dict[int, tuple[tuple[Any, ...], tuple[Workspace, Any]]] = {}
 
 
 _kept = _Kept()
@@ -221,7 +255,7 @@ class Launch:
     ) -> None:
         """`inputs` as Inputs has them; `grads` are dq, dk, dv."""
         dout, q, k, v, out, lse = inputs
-        ws, stats = Workspace.kept(self.cfg, q) if ws is None else (ws, tuple(ws))
+        ws, stats = Workspace.kept(self.cfg, q, grads[0]) if ws is None else (ws, tuple(ws))
         if self.clears:
             clear(self.cfg, self.tables, grads[0], ws)
         self.prepare((dout, out, lse), stats)

@@ -23,7 +23,7 @@ class Prepare:
         """inputs: dout, out (B, S, H, D) and lse (B, H, S); stats as in launch.Workspace, of which dq_sum stays."""
         batch, _, heads, _ = inputs[0].shape
         lse2, delta, _, counters = stats
-        n_q = counters.shape[0]
+        n_q = counters.shape[1]
         self.kernel(inputs, (lse2, delta, counters)).launch(
             grid=[n_q, heads, batch], block=[THREADS, 1, 1], stream=stream
         )
@@ -36,8 +36,8 @@ class Prepare:
         tile, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
-        if thread == 0:
-            counters[tile, plane] = Int32(0)
+        if thread < counters.shape[2]:
+            counters[plane, tile, thread, 0] = Int32(0)
         lanes, pieces = cfg.dim // 8, cfg.columns // 8  # 16 bytes each; a power of two lanes for the sum below
         piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
         passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
