@@ -83,6 +83,20 @@ def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
     return turn
 
 
+@compiled
+def met_until(spans, rank):  # type: ignore[no-untyped-def]
+    """For chains whose ends only move on: until which q tile chains of lower rank that end before it come as well."""
+    until = spans[:, 0].copy()
+    for kv in range(len(spans)):
+        for other in range(kv - 1, -1, -1):
+            if spans[other, 1] <= spans[kv, 0]:
+                break
+            if spans[other, 1] < spans[kv, 1] and rank[other] < rank[kv]:
+                until[kv] = spans[other, 1]
+                break
+    return until
+
+
 def turns(target: Ints, place: Ints) -> Ints:
     """Rank each contribution among those with the same target, by ascending place."""
     by_target = np.argsort(target * (1 + place.max(initial=0)) + place)

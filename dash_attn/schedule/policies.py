@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dash_attn.schedule import search
-from dash_attn.schedule.orders import Rules, Tasks, offsets, order, windows
+from dash_attn.schedule.orders import Rules, Tasks, met_until, offsets, order, windows
 from dash_attn.schedule.types import Choice, Ints, PlaceRule, Schedule, Template, every_group
 from dash_attn.tiling import Tiling
 
@@ -81,11 +81,18 @@ def _descending(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
 
 def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
-    tasks = Tasks.of(tiling)
+    """The q tile in which a document begins is the last of the document before it. A chain that begins there would wait
+    for the chains of that document that are launched before it, from the start to the end of them: it comes back to
+    that tile when it is done with its own."""
+    tasks, mask = Tasks.of(tiling), tiling.problem.mask
     launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, 2]))
     rank = np.empty_like(launch)
     rank[launch] = np.arange(len(launch))
-    return order(tiling, tasks, Rules(_ascending(tiling, tasks), rank)), _singles(launch)
+    visit = _ascending(tiling, tasks)
+    if tiling.is_staircase and mask.documents is not None and mask.left is None:
+        again = tasks.q < met_until(tiling.spans, rank)[tasks.chain]
+        visit = visit + (tasks.head + again) * tiling.num_q  # heads are twice as far apart
+    return order(tiling, tasks, Rules(visit, rank)), _singles(launch)
 
 
 def _longest_first(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -149,7 +156,9 @@ def _search(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
 
 POLICIES: dict[str, Policy] = {
     "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)", place="dealt"),
-    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns in launch order"),
+    "spt": Policy(
+        _spt, "shortest chain first, ascending q tiles (that of a document before last), turns in launch order"
+    ),
     "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
     "shift": Policy(
         _shift,
@@ -197,7 +206,9 @@ def choose(tiling: Tiling) -> Choice:
         if tiling.problem.group == 1 or tiling.num_kv > SHORT:
             return Choice("level")
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
-    return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
+    if tiling.is_staircase:
+        return Choice("spt" if tiling.problem.mask.documents is None else "level")
+    return Choice("search", AUTO_WIDTH)
 
 
 def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
@@ -260,14 +271,15 @@ def _end_level(
     chains of other groups come between.
 
     Chains over several query heads are at different heads at a time, more so the longer they run out of step: of
-    these, every other few groups follow `last`, after which all begin together again.
+    these, every other few groups follow `last`, after which all begin together again, if they end at one q tile.
     """
     groups, grouped = tiling.problem.groups, tiling.problem.group > 1
+    in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG
     side_by_side = SIDE_BY_SIDE[not grouped and tiling.num_kv > SHORT]
     few = min(-(-side_by_side // max(1, tiling.num_kv)), -(-groups // 2))
     block = windows(groups, max(1, few))
     from_end = block.max(initial=0) - block
-    is_last = (from_end % 2 == 0 if grouped and tiling.num_kv <= LONG else from_end == 0).astype(np.int64)
+    is_last = (from_end % 2 == 0 if in_step else from_end == 0).astype(np.int64)
     one_by_one = [[[bundle] for bundles in rounds for bundle in bundles] for _, rounds in (order, last)]
     parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
     launch = [every_group(tiling, one_by_one[is_last[part[0]]], part)[0] for part in parts]

@@ -134,14 +134,50 @@ def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
         (64, 8192, TileShape(128, 128), FULL, 32),
         (64, 8192, TileShape(64, 128), FULL, 32),
         (64, 16384, TileShape(64, 128), FULL, 64),  # four tiles apart, not eight
-        (64, 1024, TileShape(128, 128), CAUSAL, 4),  # all pairs of a head
-        (64, 16384, TileShape(128, 128), CAUSAL, 32),
-        (64, 32768, TileShape(64, 128), CAUSAL, 64),
+        (64, 16384, TileShape(128, 128), FULL, 64),  # as many queries apart
         (2, 8192, TileShape(128, 128), FULL, 64),  # or most of a GPU would have nothing to do
     ],
 )
 def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask, width: int) -> None:
     assert choose(tile(Problem(1, groups, groups, tokens, tokens, mask=mask), shape)).width == width
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "mask", "choice"),
+    [
+        (1, 512, CAUSAL, "level"),
+        (1, 16384, CAUSAL, "level"),
+        (4, 4096, CAUSAL, "level"),
+        (4, 2048, CAUSAL, "symmetric_shift:16"),  # all pairs of a head
+        (1, 4096, documents([0, 1000, 4096], causal=True), "level"),
+        (1, 4096, documents([0, 1000, 4096]), "level"),
+        (4, 4096, window(1000, 0), "spt"),
+    ],
+    ids=str,
+)
+def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> None:
+    problem = Problem(1, 8 * group, 8, tokens, tokens, mask=mask)
+    assert str(choose(tile(problem, TileShape(64, 128)))) == choice
+
+
+@examples(50)
+@given(st.data())
+def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.DataObject) -> None:
+    """A chain visits its q tiles upwards but for the first few, which it keeps for the end if chains launched before
+    it, of documents before, end there."""
+    ends = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6, unique=True).map(sorted))
+    mask = documents([0, *ends], causal=data.draw(st.booleans()))
+    tiling = tile(Problem(1, 2, 1, ends[-1], ends[-1], mask=mask), TileShape(16, 32))
+    made = schedule(tiling, "spt")
+    rank = np.argsort(made.launch[: tiling.num_kv])
+    template = made.templates[0]
+    for kv, (low, high, _) in enumerate(tiling.spans):
+        before = [h for j, (_, h, _) in enumerate(tiling.spans[:kv]) if low < h < high and rank[j] < rank[kv]]
+        until = max(before, default=low)
+        tiles = [q for q in range(low, high) if tiling.state[kv, q]]
+        want = [q for q in tiles if q >= until] + [q for q in tiles if q < until]
+        visited = template.q[template.first[kv] : template.first[kv + 1]].tolist()
+        assert visited == (want * 2 if tiling.is_staircase and len(ends) > 1 else tiles * 2)
 
 
 @examples(100)

@@ -223,9 +223,11 @@ def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> No
     tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
     machine = Machine.h200(problem.dim)
     level, paired = (
-        simulate(build(schedule(tiling, name)), workers, machine, record=False) for name in ("level", "auto")
+        simulate(build(schedule(tiling, name)), workers, machine, record=False)
+        for name in ("level", "symmetric_shift:32")
     )
     bound = lower_bounds(level.program, workers, machine)["work / workers"]
-    assert level.makespan < 1.02 * bound
+    grouped = problem.group > 1  # whose chains are kept in step, which costs some
+    assert level.makespan < (1.11 if grouped else 1.02) * bound
     if workers != 128:
-        assert level.makespan < paired.makespan - 0.015 * bound
+        assert level.makespan < paired.makespan - (0.005 if grouped else 0.015) * bound
