@@ -280,9 +280,11 @@ def _end_level(
     block = windows(groups, max(1, few))
     from_end = block.max(initial=0) - block
     is_last = (from_end % 2 == 0 if in_step else from_end == 0).astype(np.int64)
-    one_by_one = [[[bundle] for bundles in rounds for bundle in bundles] for _, rounds in (order, last)]
+    one_by_one = [
+        np.array([chain for bundles in rounds for (chain,) in bundles], np.int64) for _, rounds in (order, last)
+    ]
     parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
-    launch = [every_group(tiling, one_by_one[is_last[part[0]]], part)[0] for part in parts]
+    launch = [(one_by_one[is_last[part[0]]][:, None] + part * tiling.num_kv).ravel() for part in parts]
     chains = np.concatenate([np.zeros(0, np.int64), *launch])
     unused = int(is_last.min(initial=1))  # a lone group is among the last
     templates = (order[0], last[0])[unused:]

@@ -57,16 +57,16 @@ class Schedule:
     place: PlaceRule
 
 
-def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], groups: Ints | None = None) -> tuple[Ints, Ints]:
-    """Launch the same bundles in every group (or those given): round by round, and inside a round group by group.
+def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]]) -> tuple[Ints, Ints]:
+    """Launch the same bundles in every group: round by round, and inside a round group by group.
 
     Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a
     round of all groups before the next lets the windows that share the GPU belong to different heads.
     """
-    chosen = np.arange(tiling.problem.groups) if groups is None else groups
-    base = chosen[:, None] * tiling.num_kv
+    groups = tiling.problem.groups
+    base = np.arange(groups)[:, None] * tiling.num_kv
     launch = [(base + [chain for bundle in bundles for chain in bundle]).ravel() for bundles in rounds if bundles]
-    sizes = [np.tile([len(b) for b in bundles], len(chosen)) for bundles in rounds if bundles]
+    sizes = [np.tile([len(b) for b in bundles], groups) for bundles in rounds if bundles]
     return (
         np.concatenate([np.zeros(0, np.int64), *launch]).astype(np.int64),
         np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))]).astype(np.int64),
