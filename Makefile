@@ -52,7 +52,7 @@ test: lint types
 	$(BIN)/python -m pytest -n 2
 
 gpu-test: $(TESTS)
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -n 8 --dist worksteal
 
 report: $(STAMP)
 	@$(BIN)/dash-attn paper benchmarks/results/*.json benchmarks/results/*.npz --html measured.html

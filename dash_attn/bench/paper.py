@@ -36,7 +36,14 @@ def page(results: Mapping[str, Result], pictures: str) -> str:
         result = results[claim.suite]
         env = result["environment"]
         where = ", ".join(
-            str(x) for x in (env.get("gpu") or env.get("device"), f"torch {env.get('torch')}", env.get("date")) if x
+            str(x)
+            for x in (
+                env.get("gpu") or env.get("device"),
+                f"torch {env.get('torch')}",
+                env.get("date"),
+                env.get("note"),
+            )
+            if x
         )
         said = claim.say(list(result["rows"])) or ["The result has no rows for it."]
         parts.append(
@@ -122,9 +129,12 @@ def _full(rows: list[Row]) -> list[str]:
 
 def _causal(rows: list[Row]) -> list[str]:
     rows = _masked(rows, "causal")
-    said = _against(rows, "default", "fa3", "Symmetric shift against the paper's baseline order:")
+    names = {name for row in rows for name in row.get("us", {}) if name.startswith("symmetric_shift:")}
+    paired = max(names, key=lambda name: int(name.partition(":")[2]), default="symmetric_shift")
+    said = _against(rows, paired, "fa3", "Symmetric shift against the paper's baseline order:")
     said += _against(rows, "descending", "fa3", "Descending against it:")
-    wide = _ratios([row for row in rows if row["cell"].startswith("d128")], "default", "descending")
+    said += _against(rows, "default", "fa3", "The order that `auto` takes:")
+    wide = _ratios([row for row in rows if row["cell"].startswith("d128")], paired, "descending")
     if wide:
         ahead = sum(x >= 1 for x in wide.values())
         unlike = (
