@@ -24,7 +24,7 @@ HEAD = """# What is supported
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
 
 Each row names the tests that show it. *CPU*: run by `make test`. *GPU*: run by `make gpu-test`, on a Hopper GPU;
-all named here have been, on an H200 with torch 2.11, but for those of torch's flash-attention registry, which it lacks.
+all named here have been, on an H200 with torch 2.11.
 *Refused*: an error that says what to do instead. *No test*: it may work, nothing here shows it.
 """
 
