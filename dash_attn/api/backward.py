@@ -48,8 +48,9 @@ def backward(
     """(dq, dk, dv) of `attention`, from its inputs, its result and the gradient of its result.
 
     `lse` is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens): what FlashAttention's and
-    torch's flash forward give. dq, dk and dv are written in place if given. `sm_margin` processors of a GPU are
-    left to others; it never changes the bits. cu_seqlens on a GPU are waited for, lists and tensors on the CPU are not.
+    torch's flash forward give. dq, dk and dv are written in place if given, and must not overlap the other tensors: dq
+    serves as a workspace meanwhile. `sm_margin` processors of a GPU are left to others; it never changes the bits.
+    cu_seqlens on a GPU are waited for, lists and tensors on the CPU are not.
     """
 
     def checked() -> Backward:

@@ -45,9 +45,8 @@ def order(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
     """Apply the rules: one template."""
     num_kv, chain, head, q = tiling.num_kv, tasks.chain, tasks.head, tasks.q
     if ((chain[1:] == chain[:-1]) & (rules.visit[1:] < rules.visit[:-1])).any():
-        sequence = np.argsort(
-            chain * (1 + rules.visit.max(initial=0)) + rules.visit, kind="stable"
-        )  # runs are sorted fast
+        place = chain * (1 + rules.visit.max(initial=0)) + rules.visit
+        sequence = np.argsort(place, kind="stable")  # which is fast where runs are in order, up or down
         head, q = head[sequence], q[sequence]  # chains stay in their places
     first = np.concatenate([[0], np.cumsum(tiling.spans[:, 2] * tiling.problem.group)])
     target = head * tiling.num_q + q

@@ -20,10 +20,7 @@ NARROW_WIDTH = 32
 BUSY = 128  # chains that should be able to run at once
 FAR = 256  # queries between neighbours of a rotation: longer heads would not stay in cache
 SIDE_BY_SIDE = (128, 256)  # chains of the heads that `level` launches in turn: one or two for each worker of a GPU
-SHORT, LONG = (
-    16,
-    128,
-)  # kv tiles: heads that fill less than a GPU's worth of workers only many at a time; more than that
+SHORT, LONG = 16, 128  # kv tiles of a head: where `level` takes fewer heads in turn, and where one fills a whole GPU
 
 Rounds = list[list[tuple[int, ...]]]
 
