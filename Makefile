@@ -52,7 +52,8 @@ test: lint types
 	$(BIN)/python -m pytest -n 2
 
 gpu-test: $(TESTS)
-	$(BIN)/python -m pytest -m gpu -n 8 --dist worksteal
+	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal
+	$(BIN)/python -m pytest -m "gpu and alone"
 
 report: $(STAMP)
 	@$(BIN)/dash-attn paper benchmarks/results/*.json benchmarks/results/*.npz --html measured.html

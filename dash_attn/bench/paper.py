@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from dash_attn.bench.report import BASELINE, PAIRS, Row, default_of, median, price
 
 Result = Mapping[str, Any]
+PAIRED = re.compile(r"symmetric_shift:(\d+)")  # not with another config behind it
 Say = Callable[[list[Row]], list[str]]
 NAMES = {"ours": "ours", "fa4": "FlashAttention-4", "fa2": "FlashAttention-2 (torch)"}
 
@@ -129,8 +131,8 @@ def _full(rows: list[Row]) -> list[str]:
 
 def _causal(rows: list[Row]) -> list[str]:
     rows = _masked(rows, "causal")
-    names = {name for row in rows for name in row.get("us", {}) if name.startswith("symmetric_shift:")}
-    paired = max(names, key=lambda name: int(name.partition(":")[2]), default="symmetric_shift")
+    widths = {int(found[1]) for row in rows for name in row["us"] if (found := PAIRED.fullmatch(name))}
+    paired = f"symmetric_shift:{max(widths, default=0)}"
     said = _against(rows, paired, "fa3", "Symmetric shift against the paper's baseline order:")
     said += _against(rows, "descending", "fa3", "Descending against it:")
     said += _against(rows, "default", "fa3", "The order that `auto` takes:")

@@ -83,8 +83,7 @@ def _spt(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     that tile when it is done with its own."""
     tasks, mask = Tasks.of(tiling), tiling.problem.mask
     launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, 2]))
-    rank = np.empty_like(launch)
-    rank[launch] = np.arange(len(launch))
+    rank = np.argsort(launch)
     visit = _ascending(tiling, tasks)
     if tiling.is_staircase and mask.documents is not None and mask.left is None:
         again = tasks.q < met_until(tiling.spans, rank)[tasks.chain]

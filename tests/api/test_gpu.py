@@ -262,6 +262,7 @@ def test_determinism_is_read_at_the_call(flags: pytest.MonkeyPatch) -> None:
         assert same(gradients(*inputs, causal=True), want)  # torch fills what is not initialised with NaN by now
 
 
+@pytest.mark.alone
 def test_host_overhead() -> None:
     """Of a problem seen before: what Python does until the kernels are queued."""
     q, k, v = tensors(1, 256, heads=(2, 2))
@@ -274,5 +275,5 @@ def test_host_overhead() -> None:
         begin = time.perf_counter()
         dash_attn.backward(out, q, k, v, out, lse, causal=True, **grads)
         times.append(time.perf_counter() - begin)
-    medians = [statistics.median(times[i : i + 40]) for i in range(60, 260, 40)]
-    assert min(medians) < 40e-6, [f"{us * 1e6:.1f} us" for us in medians]  # others may keep the host busy for a while
+    median = statistics.median(times[60:])
+    assert median < 40e-6, f"{median * 1e6:.1f} us"

@@ -51,3 +51,12 @@ def test_what_was_not_measured_is_not_told() -> None:
     text = page({"grid": result(row("d64 full 512", {"shift:64": 1.0}))}, "x")
     assert "Figure 1:" not in text and "The result has no rows for it." in text
     assert span([1.0], "{:.1f}") == "1.0" and span([2.0, 1.0], "{:.1f}") == "from 1.0 to 2.0"
+
+
+def test_symmetric_shift_is_told_beside_the_order_of_auto() -> None:
+    us = {"level": 50.0, "symmetric_shift:8": 90.0, "symmetric_shift:64": 60.0, "fa3": 120.0}
+    other = {"symmetric_shift:128 finish=last": 1.0}  # another kernel, whose name no width can be read from
+    made = {**row("d128 causal 512", us | other), "default": "level"}
+    text = page({"grid": {**result(made), "environment": {"gpu": "Some GPU", "note": "half of it"}}}, "x")
+    assert "Symmetric shift against the paper's baseline order: 2.00x" in text
+    assert "The order that `auto` takes: 2.40x" in text and "half of it" in text
