@@ -8,11 +8,13 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.program.program import Longs, Program
-from dash_attn.program.replay import FINISHED, Sequences, replay
+from dash_attn.program.replay import FINISHED, Costs, Sequences, replay
 
 # A chain's prologue and epilogue weigh about as much as this many tasks when bundles are balanced. A power of two, so
 # that sums are exact and workers whose bundles are equal stay level.
 CHAIN_OVERHEAD = 0.5
+# By which the faster of two placements is told, in tasks: near enough to any machine where they differ much.
+NOMINAL = Costs(compute=1.0, reduce=0.5, handoff=0.5, depth=2, writers=2)
 
 
 def bundles(program: Program) -> Sequences:
@@ -21,7 +23,8 @@ def bundles(program: Program) -> Sequences:
 
 
 def place(program: Program, workers: int, co_resident: int | None = None) -> Sequences:
-    """Deal bundles to workers in launch order: in rotation, or each to the worker with the least work so far.
+    """Deal bundles to workers in launch order: in rotation, or each to the worker with the least work so far, or
+    whichever of these is faster, for orders whose chains wait more than they work.
 
     Neither knows who waits for whom, so what they give is replayed. Where it would deadlock, a bundle goes to
     whichever worker is free when bundles start in launch order: as many workers as the order needs always do.
@@ -32,8 +35,11 @@ def place(program: Program, workers: int, co_resident: int | None = None) -> Seq
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     dealt = np.arange(program.num_bundles) % workers
-    for owner in (_balanced(program, workers), dealt) if program.place == "balanced" else (dealt,):
-        placed = _gather(program, owner, workers)
+    owners = (dealt,) if program.place == "dealt" else (_balanced(program, workers), dealt)
+    candidates = [_gather(program, owner, workers) for owner in owners]
+    if program.place == "faster":
+        candidates.sort(key=lambda each: float(replay(program, each, NOMINAL).totals[:, 0].max(initial=0.0)))
+    for placed in candidates:
         if co_resident == 1 or replay(program, placed, None).status == FINISHED:
             return placed
     # Seats are taken as in this very replay, so it is the proof too. With too few workers nothing would do.

@@ -155,7 +155,7 @@ POLICIES: dict[str, Policy] = {
     "spt": Policy(
         _spt, "shortest chain first, ascending q tiles (that of a document before last), turns in launch order"
     ),
-    "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
+    "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile", place="faster"),
     "shift": Policy(
         _shift,
         "chains start evenly spread over the q tiles and wrap around",

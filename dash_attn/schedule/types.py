@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dash_attn.tiling import Tiling
 
 Ints = npt.NDArray[np.int64]
-PlaceRule = Literal["dealt", "balanced"]
+PlaceRule = Literal["dealt", "balanced", "faster"]
 
 
 @dataclass(frozen=True, eq=False)

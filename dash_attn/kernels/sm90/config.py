@@ -44,6 +44,8 @@ class KernelConfig:
     head_dim: int = 0  # columns of the tensors, if fewer than dim: loads fill the rest with zeros, stores drop it
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
     trace: bool = False  # time stamps of every entry (see stamps.py)
+    p_early: int = 0  # words of P a consumer thread rounds while dP is computed; 0: all of them behind it
+    delta_ahead: int = 0  # pairs of delta it loads ahead of their use; 0: all of them
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps
 
@@ -132,6 +134,9 @@ class KernelConfig:
             out.append(f"dq_slots {self.dq_slots}: two warps are left beside the producer and the dK writer")
         if self.split and self.dq_slots != 2:
             out.append("split turns need two slots: each writer serves its half of both")
+        words, pairs = self.tile_m // 4, self.tile_m // 8  # of P and of delta that a thread has
+        if not 0 <= self.p_early <= words or not bool(self.p_early) <= self.delta_ahead <= pairs:
+            out.append(f"p_early {self.p_early} of {words}, delta_ahead {self.delta_ahead} of {pairs}: both or neither")
         regs = self.worker_regs * WARPGROUP + self.consumer_regs * self.consumer_threads
         if regs > self.launch_regs:
             out.append(f"{regs} registers of the {self.launch_regs} the CTA starts with: setmaxnreg would wait forever")
@@ -171,6 +176,9 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         mask=mask,
         ordered=ordered,
         finish=finish,
+        # Timed (see consumer.py). 128-row q tiles have no registers left for it.
+        p_early=12 if padded == 128 else 0,
+        delta_ahead=3 if padded == 128 else 0,
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
         split=padded == 64,
     ).validate()

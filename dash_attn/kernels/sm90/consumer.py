@@ -12,10 +12,10 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .barriers import NamedBarrier
-from .bundles import Cta, pieces_per_half
+from .bundles import Cta, element, pieces_per_half
 from .config import WARPGROUP
 from .gemms import Gemms
-from .pointwise import column_pairs, exponentiate, mask_probabilities, score_gradient
+from .pointwise import ColumnPairs, exponentiate, mask_probabilities, score_gradient
 from .ptx import fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
 from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, flags_of, my_chains, ring_slot
@@ -57,7 +57,6 @@ class Consumer:
         cta, cfg = self.cta, self.cta.cfg
         dk, dv = grads
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        lane = cute.arch.lane_idx()
         stage, phase = task & 1, (task >> 1) & 1
 
         # (1) S^T and dP^T
@@ -67,7 +66,7 @@ class Consumer:
         flags = flags_of(cta, entry)
         s = gemms.score_acc()
         gemms.issue_s(s, stage)
-        lse = column_pairs(cta.views.lse, stage, lane, cfg.tile_m)
+        lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.tile_m // 8)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
@@ -76,19 +75,35 @@ class Consumer:
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
-        exponentiate(s, lse, cta.facts.scale_log2)
-        if (flags & PARTIAL) != 0:
-            mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
-        p16 = gemms.as_operand(s)
+        if const_expr(cfg.p_early):
+            # Loaded, rounded and waited for under the product. Of 120 such orders that were timed this is the best,
+            # 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
+            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
+            exponentiate(s, lse, cta.facts.scale_log2)
+            p16 = cute.make_rmem_tensor_like(s, element(cfg))
+            gemms.round_now(s, p16, cfg.p_early)
+            if (flags & PARTIAL) != 0:
+                mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
+                gemms.round_now(s, p16, cfg.p_early)
+            gemms.round_rest(s, p16, cfg.p_early)
+            self.await_ds_buffers(flags, odd)
+        else:
+            exponentiate(s, lse, cta.facts.scale_log2)
+            if (flags & PARTIAL) != 0:
+                mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
+            p16 = gemms.as_operand(s)
+            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.tile_m // 8)
         # (3) dS
-        delta = column_pairs(cta.views.delta, stage, lane, cfg.tile_m)
         warpgroup.wait_group(0)
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)
         score_gradient(dp, s, delta)
-        ds16 = gemms.as_operand(dp)
-        if (flags & BEGINS) != 0:
-            cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left these buffers
+        ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
+        if const_expr(cfg.p_early):
+            gemms.round_now(dp, ds16, cute.size(dp) // 2)
+        else:
+            gemms.round_rest(dp, ds16, 0)
+            self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
         # (4) dV; issued before dS is computed it was 8 % slower in all
         gemms.issue_dv(dv, p16, stage)
@@ -113,6 +128,11 @@ class Consumer:
             consumer_stamp(cta, entry, "left")
         self.leave("q_empty", stage)
         return flags
+
+    @cute.jit
+    def await_ds_buffers(self, flags, odd):
+        if (flags & BEGINS) != 0:
+            self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left them
 
     def sync_consumers(self):
         cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.cta.cfg.consumer_threads)

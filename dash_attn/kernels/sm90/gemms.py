@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from .bundles import Cta, element
@@ -99,6 +99,22 @@ class Gemms:
         half = cute.make_rmem_tensor_like(acc, element(self.cfg))
         half.store(acc.load().to(element(self.cfg)))
         return half
+
+    def round_now(self, acc, half, count: int):
+        """The first `count` words of `as_operand(acc)`, here: a plain conversion sinks to where it is used."""
+        words, kind = cute.recast_tensor(half, Int32), {"bf16": "bf16x2", "fp16": "f16x2"}[self.cfg.dtype]
+        for i in range(count):
+            words[i] = cute.arch.inline_ptx(
+                f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+                write_only_types=[Int32],
+                read_only_args=[acc[2 * i + 1], acc[2 * i]],
+            )
+
+    def round_rest(self, acc, half, count: int):
+        """All words but the first `count`."""
+        shape = cute.make_layout(cute.size(half) - 2 * count)
+        rest, source = (cute.make_tensor(t.iterator + 2 * count, shape) for t in (half, acc))
+        rest.store(source.load().to(element(self.cfg)))
 
     def operand_view(self, half):
         shape = self.grad.get_slice(0).partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))

@@ -4,39 +4,62 @@ Element i = c + 2h + 4j of a thread's fragment is key row `row + 8h`, query colu
 with row = 16 * warp + lane // 4 and col = 2 * (lane % 4).
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 
-def column_pairs(stats, stage, lane, tile_m: int):
-    """The thread's columns of a per-query smem row, as (2, tile_m / 8) registers.
+@dataclass(frozen=True)
+class ColumnPairs:
+    """The thread's columns of a per-query smem row: pairs at 8j and 8j + 1, loaded some pairs ahead of their use.
 
-    Called before the wait for the product they meet, so that the loads hide behind it.
+    Made before the wait for the product they meet, so that the first loads hide behind it.
     """
-    col = cute.assume((lane % 4) * 2, divby=2)
-    src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
-    out = cute.make_rmem_tensor(src.shape, Float32)
-    cute.autovec_copy(src, out)
-    return out
+
+    src: Any  # (2, tile_m / 8) in shared memory
+    first: list[Any]  # pairs in registers
+
+    @staticmethod
+    def of(stats, stage, tile_m: int, ahead: int) -> "ColumnPairs":
+        col = cute.assume((cute.arch.lane_idx() % 4) * 2, divby=2)
+        src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
+        return ColumnPairs(src, load_pairs(src, range(ahead)))
+
+    def __iter__(self):
+        """(j, pair): while some are used, as many behind them are loaded."""
+        here, ahead, pairs = self.first, len(self.first), cute.size(self.src.shape[1])
+        for begin in range(0, pairs, ahead):
+            behind = load_pairs(self.src, range(begin + ahead, min(pairs, begin + 2 * ahead)))
+            yield from enumerate(here, begin)
+            here = behind
 
 
-def exponentiate(s, lse, scale_log2):
+def load_pairs(src, which: range):
+    pairs = [cute.make_rmem_tensor(2, Float32) for _ in which]
+    for j, pair in zip(which, pairs, strict=True):
+        cute.autovec_copy(src[None, j], pair)
+    return pairs
+
+
+def exponentiate(s, lse: ColumnPairs, scale_log2):
     """s = exp2(s * scale_log2 - lse), in place."""
-    for j in range(cute.size(lse.shape[1])):
+    for j, pair in lse:
         for h in range(2):
             for c in range(2):
                 i = c + 2 * h + 4 * j
-                s[i] = cute.math.exp2(s[i] * scale_log2 - lse[c, j], fastmath=True)
+                s[i] = cute.math.exp2(s[i] * scale_log2 - pair[c], fastmath=True)
 
 
-def score_gradient(dp, p, delta):
+def score_gradient(dp, p, delta: ColumnPairs):
     """dp = p * (dp - delta), in place."""
-    for j in range(cute.size(delta.shape[1])):
+    for j, pair in delta:
         for h in range(2):
             for c in range(2):
                 i = c + 2 * h + 4 * j
-                dp[i] = p[i] * (dp[i] - delta[c, j])
+                dp[i] = p[i] * (dp[i] - pair[c])
 
 
 @cute.jit
