@@ -199,7 +199,8 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if POLICIES["symmetric_shift"].applies(tiling):
-        if tiling.problem.group == 1 or tiling.num_kv > SHORT:
+        at_once = tiling.problem.groups * tiling.num_kv <= BUSY  # where pairs would leave half of the workers idle
+        if tiling.problem.group == 1 or tiling.num_kv > SHORT or at_once:
             return Choice("level")
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     if tiling.is_staircase:
