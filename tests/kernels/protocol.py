@@ -114,10 +114,12 @@ class Machine:
             yield from self.wait("v_full", 0, odd)
         yield from self.wait("do_full", stage, phase)
         assert self.do[stage] == (i, t) and self.kv == [i, i]
+        if begins and self.cfg.p_early:
+            yield from self.wait("dk_empty", 0, odd ^ 1)
         yield "step"
         if ends:
             self.arrive("v_empty", n=4)
-        if begins:
+        if begins and not self.cfg.p_early:
             yield from self.wait("dk_empty", 0, odd ^ 1)
         self.ds[stage] = ("ds", task)
         self.arrive("ds_full", stage, n=4)

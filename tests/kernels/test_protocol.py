@@ -48,6 +48,8 @@ def test_random_programs(seed):
     program = build(schedule(tiling, rng.choice(applicable(tiling))))
     placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
     cfg = dataclasses.replace(select(128, "bf16", "full"), split=rng.random() < 0.5)
+    if rng.random() < 0.5:
+        cfg = dataclasses.replace(cfg, p_early=0, delta_ahead=0)
     cfg = dataclasses.replace(cfg, finish=rng.choice(["last", "postpass"]))
     counters = {}
     lists = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
