@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from dash_attn.bench.operands import TOLERANCE, error, exact, input_sets
 from dash_attn.bench.ours import Ours
 from dash_attn.bench.peers import PEERS, peer
 from dash_attn.bench.record import Row, gpu_now, shape_of
+from dash_attn.bench.report import pair_of
 from dash_attn.bench.timing import Timing, peak_bytes, time_all
 from dash_attn.bench.variants import Call, Variant, reason
 from dash_attn.cpu import Gradients
@@ -64,8 +65,15 @@ def measure(case: Case, settings: Settings) -> Row:
         except Exception as problem:  # a peer may fail in any way: it is reported, and the others still run
             _report(variant, problem, row)
     row["us"] = time_all(ready, settings.timing)
+    row["pairs"] = {who: us for who in ("ours", "fa4") if (us := _alone(pair_of(row, who), ready, settings.timing))}
     row["gpu"] = gpu_now(device)
     return row
+
+
+def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, dict[str, float]]:
+    """A deterministic variant and its counterpart, timed by themselves: they draw the same power, so that neither finds
+    the GPU cooler than the other does. Empty unless both are there."""
+    return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
 
 
 def deviation(case: Case, settings: Settings, passes: int = PASSES) -> Row:

@@ -107,11 +107,16 @@ def ratios(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
+def pair_of(row: Row, pair: str) -> tuple[str, str]:
+    """Names of the deterministic variant and its counterpart."""
+    return (default_of(row), unordered_of(row)) if pair == "ours" else PAIRS[pair]
+
+
 def price(row: Row, pair: str) -> float | None:
-    """Share of its throughput that a library loses by being deterministic; below 0 it gains."""
-    det, free = PAIRS[pair]
-    names = (default_of(row), unordered_of(row)) if pair == "ours" else (det, free)
-    slow, fast = (median(row, name) for name in names)
+    """Share of its throughput that a library loses by being deterministic; below 0 it gains. From the times of the two
+    by themselves, where they were taken."""
+    alone = row.get("pairs", {}).get(pair)
+    slow, fast = (median({"us": alone} if alone else row, name) for name in pair_of(row, pair))
     return 1 - fast / slow if slow and fast else None
 
 
@@ -170,7 +175,7 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     suite = result.get("suite", "grid")
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
-    found = [throughput(result), memory(result), prices(result) if suite == "price" else None]
+    found = [throughput(result), memory(result), prices(result) if suite in ("price", "grid") else None]
     return [table for table in found if table is not None]
 
 

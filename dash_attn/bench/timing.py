@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import ceil
 from random import Random
 
 import numpy as np
@@ -66,7 +67,8 @@ def time_all(variants: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, d
             us = sample(calls, how.warm_up * len(calls), how.device)
         counts[name] = max(1, min(how.most_calls, int(how.budget_ms * 1e3 / how.rounds / us)))
         rounds[name] = how.rounds if us < SLOW else min(3, how.rounds)
-        leads[name] = min(how.most_calls, int(how.lead_ms * 1e3 / us)) if how.device.type == "cuda" else 0
+        # At least one: without it, calls a little longer than lead_ms were timed cold, and shorter ones were not.
+        leads[name] = _lead(us, how) if how.device.type == "cuda" and us < SLOW else 0
     rng = Random()
     for turn in range(how.rounds):
         for name in rng.sample(list(variants), len(variants)):
@@ -77,6 +79,10 @@ def time_all(variants: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, d
                 first = turn * counts[name] % len(calls)  # go on where the last sample ended
                 samples[name].append(sample([*calls[first:], *calls[:first]], counts[name], how.device))
     return {name: summary(values) for name, values in samples.items()}
+
+
+def _lead(us: float, how: Timing) -> int:
+    return min(how.most_calls, ceil(how.lead_ms * 1e3 / us))
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

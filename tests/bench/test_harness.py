@@ -107,6 +107,21 @@ def test_every_variant_is_checked_and_what_cannot_run_is_named(monkeypatch: pyte
     assert all(us["p20"] <= us["median"] <= us["p80"] for us in row["us"].values())
 
 
+def test_the_price_is_that_of_the_two_by_themselves() -> None:
+    row = measure(TINY, settings("torch math"))
+    assert set(row["pairs"]) == {"ours"} and set(row["pairs"]["ours"]) == {"fa3", "any (fa3)"}  # no FA4 on a CPU
+    row["pairs"]["ours"] = {"fa3": {"median": 100.0}, "any (fa3)": {"median": 98.0}}
+    assert report.price(row, "ours") == pytest.approx(0.02) and report.price(row, "fa4") is None
+    assert "+2.0%" in report.summary({"suite": "grid", "rows": [row]})
+    del row["pairs"]  # older results
+    assert report.price(row, "ours") == pytest.approx(1 - row["us"]["any (fa3)"]["median"] / row["us"]["fa3"]["median"])
+
+
+def test_a_call_longer_than_the_lead_in_has_one_before_it() -> None:
+    how = Timing(CPU, lead_ms=10.0, most_calls=40)
+    assert [timing._lead(us, how) for us in (100.0, 3_000.0, 9_900.0, 10_600.0)] == [40, 4, 2, 1]
+
+
 def test_our_own_errors_are_failures_but_what_is_not_built_is_missing() -> None:
     row = measure(TINY, settings(policies=("fa3", "diagonal:0")))
     assert "diagonal:0" in row["failed"]

@@ -114,7 +114,7 @@ def test_traces_are_charts_of_some_sms(tmp_path: Path) -> None:
     file.write_text(json.dumps(result("grid")))
     text = evidence([file, trace], tmp_path / "page.html").read_text()
     assert "<h2>What the SMs did: head dim 64</h2>" in text and "(part of slots)" in text
-    assert text.count("measured, symmetric_shift:64</h3>") == text.count("simulated, symmetric_shift:64</h3>") == 1
+    assert text.count("measured, level</h3>") == text.count("simulated, level</h3>") == 1
     assert len(text) < 2_000_000
 
 
