@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +70,7 @@ def _prices(rows: list[Row]) -> list[str]:
     for pair in PAIRS:
         found = [x for row in rows if (x := price(row, pair)) is not None]
         if found:
-            middle = sorted(found)[len(found) // 2]
+            middle = statistics.median(found)
             said.append(
                 f"Determinism costs {NAMES[pair]} {span(found, '{:.1%}')} of its throughput, {middle:.1%} in the "
                 f"median of {len(found)} cells."
