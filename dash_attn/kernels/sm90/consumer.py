@@ -75,23 +75,20 @@ class Consumer:
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
+        # With p_early, what can be is loaded, rounded and waited for under the product. Of 120 such orders that were
+        # timed this is the best, 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
         if const_expr(cfg.p_early):
-            # Loaded, rounded and waited for under the product. Of 120 such orders that were timed this is the best,
-            # 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
-            exponentiate(s, lse, cta.facts.scale_log2)
-            p16 = cute.make_rmem_tensor_like(s, element(cfg))
+        exponentiate(s, lse, cta.facts.scale_log2)
+        p16 = cute.make_rmem_tensor_like(s, element(cfg))
+        gemms.round_now(s, p16, cfg.p_early)
+        if (flags & PARTIAL) != 0:
+            mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
             gemms.round_now(s, p16, cfg.p_early)
-            if (flags & PARTIAL) != 0:
-                mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
-                gemms.round_now(s, p16, cfg.p_early)
-            gemms.round_rest(s, p16, cfg.p_early)
+        gemms.round_rest(s, p16, cfg.p_early)
+        if const_expr(cfg.p_early):
             self.await_ds_buffers(flags, odd)
         else:
-            exponentiate(s, lse, cta.facts.scale_log2)
-            if (flags & PARTIAL) != 0:
-                mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
-            p16 = gemms.as_operand(s)
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.tile_m // 8)
         # (3) dS
         warpgroup.wait_group(0)
