@@ -56,7 +56,7 @@ gpu-test: $(TESTS)
 	$(BIN)/python -m pytest -m "gpu and alone"
 
 report: $(STAMP)
-	@$(BIN)/dash-attn paper benchmarks/results/*.json benchmarks/results/*.npz --html measured.html
+	@benchmarks/report measured.html
 
 clean:
 	rm -rf build dist *.egg-info report.html measured.html figures .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,7 +22,7 @@ Row = dict[str, Any]
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
 SHAPE = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "mask", "dtype")
 TIMES = ("us_median", "us_p20", "us_p80", "tflops")
-COLUMNS = ("suite", "cell", "variant", *SHAPE, *TIMES, "peak_bytes", "error", "same_bits", "note")
+COLUMNS = ("suite", "cell", "variant", *SHAPE, *TIMES, "peak_bytes", "error", "same_bits", "deviation", "note")
 
 
 def environment(device: torch.device) -> Row:
@@ -77,9 +77,9 @@ def write(result: Mapping[str, Any], path: Path) -> list[Path]:
 def _lines(suite: str, row: Row) -> list[Row]:
     """A line for each variant of a row, also for those that did not run."""
     notes = row.get("missing", {}) | row.get("failed", {})
-    names = [*row.get("us", {}), *(name for name in notes if name not in row.get("us", {}))]
+    apart = {name: x["mean"] if isinstance(x, dict) else x for name, x in row.get("deviation", {}).items()}
     made = []
-    for name in names:
+    for name in dict.fromkeys([*row.get("us", {}), *apart, *notes]):
         us = row.get("us", {}).get(name)
         line: Row = {"suite": suite, "cell": row["cell"], "variant": name, "note": notes.get(name, "")}
         line |= {key: value for key, value in row.get("shape", {}).items() if key in SHAPE}
@@ -88,6 +88,7 @@ def _lines(suite: str, row: Row) -> list[Row]:
             if row.get("flops"):
                 line["tflops"] = f"{row['flops'] / us['median'] / 1e6:.1f}"
         line |= {key: row.get(key, {}).get(name, "") for key in ("peak_bytes", "error", "same_bits")}
+        line["deviation"] = apart.get(name, "")
         made.append(line)
     return made
 

@@ -200,6 +200,8 @@ def test_a_run_on_the_cpu(suite: str, tmp_path: Path, capsys) -> None:
     with (tmp_path / "r.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {"fa4"} <= {line["variant"] for line in lines} and all(line["suite"] == suite for line in lines)
+    ran = {line["variant"] for line in lines if line["us_median" if suite == "price" else "deviation"]}
+    assert ran and (suite == "block" or {"torch math"} < ran)
 
 
 def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

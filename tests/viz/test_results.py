@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +119,14 @@ def test_traces_are_charts_of_some_sms(tmp_path: Path) -> None:
     assert "<h2>What the SMs did: head dim 64</h2>" in text and "(part of slots)" in text
     assert text.count("measured, level</h3>") == text.count("simulated, level</h3>") == 1
     assert len(text) < 2_000_000
+
+
+def test_the_script_of_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where the script finds dash-attn
+    subprocess.run([RESULTS.parent / "report", page], check=True, env=os.environ | {"PATH": path})
+    text = page.read_text(encoding="utf-8")
+    assert all(heading in text for heading in ("Figure 1", "Table 1", "What the SMs did: head dim 128"))
 
 
 def test_a_few_rows_of_a_timeline() -> None:
