@@ -208,6 +208,13 @@ def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignor
                 assert workers > 1 or result.stall == 0 or isinstance(model, Machine)
 
 
+# By head dim; not Machine.h200(), so that a new fit to an H200 moves no bound on an order.
+LIKE_AN_H200 = {
+    64: Machine(2.508, 1.661, 0.098, 0.071, 0.0, 0.012, writers=1, store=0.923),
+    128: Machine(2.098, 1.396, 1.137, 0.1, 0.0, 0.018, store=1.0),
+}
+
+
 @pytest.mark.parametrize("workers", [132, 128, 124, 116, 114, 78])
 @pytest.mark.parametrize(
     "problem",
@@ -221,7 +228,7 @@ def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignor
 def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
     """Pairs of equal length leave four of 132 workers waiting, and many of 124."""
     tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
-    machine = Machine.h200(problem.dim)
+    machine = LIKE_AN_H200[problem.dim]
     level, paired = (
         simulate(build(schedule(tiling, name)), workers, machine, record=False)
         for name in ("level", "symmetric_shift:32")
@@ -230,4 +237,4 @@ def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> No
     grouped = problem.group > 1  # whose chains are kept in step, which costs some
     assert level.makespan < (1.02 if not grouped else 1.04 if workers > 100 else 1.11) * bound
     if workers != 128:
-        assert level.makespan < paired.makespan - (0.004 if grouped else 0.015) * bound
+        assert level.makespan < paired.makespan - (0.005 if grouped else 0.015) * bound
