@@ -97,7 +97,7 @@ class Gemms:
     def as_operand(self, acc):
         """16-bit copy of a score accumulator, seen as the A operand of a gradient product."""
         half = cute.make_rmem_tensor_like(acc, element(self.cfg))
-        half.store(acc.load().to(element(self.cfg)))
+        self.round_rest(acc, half, 0)
         return half
 
     def round_now(self, acc, half, count: int):
