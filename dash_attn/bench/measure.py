@@ -65,7 +65,8 @@ def measure(case: Case, settings: Settings) -> Row:
         except Exception as problem:  # a peer may fail in any way: it is reported, and the others still run
             _report(variant, problem, row)
     row["us"] = time_all(ready, settings.timing)
-    row["pairs"] = {who: us for who in ("ours", "fa4") if (us := _alone(pair_of(row, who), ready, settings.timing))}
+    whose = ("ours", "fa4") if settings.ours.unordered else ()  # where the price is asked for
+    row["pairs"] = {who: us for who in whose if (us := _alone(pair_of(row, who), ready, settings.timing))}
     row["gpu"] = gpu_now(device)
     return row
 

@@ -175,7 +175,8 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     suite = result.get("suite", "grid")
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
-    found = [throughput(result), memory(result), prices(result) if suite in ("price", "grid") else None]
+    priced = suite == "price" or any(price(row, "ours") is not None for row in result["rows"])
+    found = [throughput(result), memory(result), prices(result) if priced else None]
     return [table for table in found if table is not None]
 
 
