@@ -29,7 +29,7 @@ USUAL = {
     "full": ("auto", "shift:64", "descending", "spt", "fa3", "search:64"),
     "causal": ("auto", "symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
 }
-ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal", "level": "causal"}
+ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal", "level": "causal", "fold": "causal"}
 
 
 @dataclass(frozen=True)

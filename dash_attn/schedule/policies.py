@@ -97,6 +97,21 @@ def _longest_first(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     return order(tiling, tasks, Rules(_coming_down(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
+def _fold(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
+    """Some of the shortest chains of a group, then as many of the longest, so that all workers are done at one time and
+    begin the next together: they stay at one query head, which need not come from memory for each of them."""
+    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
+    parts = np.array_split(np.lexsort((-np.arange(n), tiling.spans[:, 2])), 2 * max(1, n // (2 * LONG)))
+    folded = [np.concatenate([parts[i], parts[-1 - i][::-1]]) for i in range(len(parts) // 2)]
+    is_long = np.zeros(n, bool)
+    is_long[np.concatenate(parts[len(parts) // 2 :])] = True
+    # Those that began one by one end so: they come down to their diagonals in the last query head.
+    down = is_long[tasks.chain] & (tasks.head == group - 1)
+    visit = np.where(down, _coming_down(tiling, tasks), _ascending(tiling, tasks))
+    rules = Rules(visit, np.argsort(np.concatenate(folded)))
+    return order(tiling, tasks, rules), [round for part in folded for round in _singles(part)]
+
+
 def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     tasks, chains = Tasks.of(tiling), np.arange(tiling.num_kv)
     window = windows(tiling.num_kv, width)
@@ -185,6 +200,12 @@ POLICIES: dict[str, Policy] = {
         needs=BAND,
         last=_longest_first,
     ),
+    "fold": Policy(
+        _fold,
+        "some of the shortest chains of a group, then as many of the longest, in the last query head coming down",
+        applies=lambda t: t.is_triangle and _is_banded(t),
+        needs="a causal mask",
+    ),
     "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
 }
 
@@ -199,6 +220,8 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if POLICIES["symmetric_shift"].applies(tiling):
+        if tiling.problem.group > 1 and tiling.num_kv > 2 * LONG:
+            return Choice("fold")
         at_once = tiling.problem.groups * tiling.num_kv <= BUSY  # where pairs would leave half of the workers idle
         if tiling.problem.group == 1 or tiling.num_kv > SHORT or at_once:
             return Choice("level")

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .barriers import mbarrier_count, mbarrier_offsets, mbarrier_specs
 from .config import CONSUMER_WARPGROUPS, RING, KernelConfig
+from .ptx import phase_done
 from .smem_plan import ENTRY_WORDS, INFO_WORDS
 
 
@@ -184,6 +185,10 @@ class Barriers:
 
     def wait(self, name: str, index, phase):
         cute.arch.mbarrier_wait(self.at(name, index), phase)
+
+    def is_done(self, name: str, index, phase):
+        """As `wait`, but does not: 1 or 0."""
+        return phase_done(self.at(name, index), phase)
 
     def arrive(self, name: str, index=0):
         cute.arch.mbarrier_arrive(self.at(name, index))

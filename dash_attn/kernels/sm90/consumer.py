@@ -38,14 +38,14 @@ class Consumer:
             cta.bars.wait("k_full", 0, i & 1)
             dk.fill(0.0)
             dv.fill(0.0)
-            done = Int32(0)
+            done, arrived = Int32(0), Int32(0)
             if cta.views.info[0, i & 1] == 0:
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
                 done = Int32(1)
             while done == 0:
-                flags = self.task(gemms, (dk, dv), task, task + i)
+                flags, arrived = self.task(gemms, (dk, dv), (task, task + i), arrived)
                 task, done = task + 1, flags & ENDS
             if const_expr(cta.cfg.trace):
                 tie_clocks(cta, task + i)
@@ -53,14 +53,16 @@ class Consumer:
             self.hand_over_dv(gemms, dv, task + i)
 
     @cute.jit
-    def task(self, gemms, grads, task, entry):
+    def task(self, gemms, grads, numbers, arrived):
         cta, cfg = self.cta, self.cta.cfg
         dk, dv = grads
+        task, entry = numbers
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         stage, phase = task & 1, (task >> 1) & 1
 
         # (1) S^T and dP^T
-        cta.bars.wait("q_full", stage, phase)
+        if arrived == 0:
+            cta.bars.wait("q_full", stage, phase)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "begun")
         flags = flags_of(cta, entry)
@@ -118,13 +120,15 @@ class Consumer:
         warpgroup.wait_group(1)
         if (flags & ENDS) != 0:
             self.leave("k_empty", 0)
-        # (7) dQ to its slot, while dK is computed
+        # (7) dQ to its slot, while dK is computed. Has the next Q arrived? Asked here, the answer costs no time.
+        if const_expr(cfg.peek):
+            arrived = cta.bars.is_done("q_full", (task + 1) & 1, ((task + 1) >> 1) & 1)
         self.stage_dq(gemms, dq, entry, flags)
         warpgroup.wait_group(0)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "left")
         self.leave("q_empty", stage)
-        return flags
+        return flags, arrived
 
     @cute.jit
     def await_ds_buffers(self, flags, odd):
@@ -168,7 +172,7 @@ class Consumer:
                 cute.autovec_copy(mine, slot)
         else:
             cute.autovec_copy(mine, slot)
-        self.signal_full(half)
+        self.leave("dq_full", half)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "staged")
 
@@ -230,11 +234,6 @@ class Consumer:
         piece = half * pieces_per_half(cfg, 64 * cfg.dim)
         dst = gemms.store_grad.get_slice(thread).partition_D(cta.views.grad)
         cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
-        self.signal_full(half)
+        self.leave("dq_full", half)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "staged")
-
-    @cute.jit
-    def signal_full(self, half):
-        cute.arch.fence_view_async_shared()  # the bulk engine reads what these threads wrote
-        self.leave("dq_full", half)

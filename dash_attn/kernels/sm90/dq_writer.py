@@ -146,7 +146,7 @@ class DqWriter:
         cta, nbytes = self.cta, self.cta.cfg.half_floats * 4
         for wg in self.halves(writer):
             half = self.half_slot(entry, wg)
-            cta.bars.wait("dq_full", half, self.phase(entry))
+            self.await_staged(entry, half)
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
                 if const_expr(cta.cfg.debug):
@@ -162,6 +162,13 @@ class DqWriter:
             self.free(writer, entry)  # before the turn is passed on, which takes a fence
 
     @cute.jit
+    def await_staged(self, entry, half):
+        """The bulk engine reads what the consumers wrote: a proxy fence must come between. Behind the wait it is as
+        sound as before the arrival (it lies on the path from the one to the other), and tensor cores do not idle."""
+        self.cta.bars.wait("dq_full", half, self.phase(entry))
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
     def store_dq(self, writer, entry, where):
         cta, cfg = self.cta, self.cta.cfg
         q_tile, plane = where
@@ -174,7 +181,7 @@ class DqWriter:
         )
         for wg in self.halves(writer):
             half = self.half_slot(entry, wg)
-            cta.bars.wait("dq_full", half, self.phase(entry))
+            self.await_staged(entry, half)
             tile = (q_tile * 2 + wg, 0) if cfg.dq_split_rows else (q_tile, wg)
             cute.copy(atom, src[None, half * pieces_per_half(cfg, 64 * 64)], dst[None, tile[0], tile[1], head, batch])
             cute.arch.cp_async_bulk_commit_group()
@@ -188,7 +195,7 @@ class DqWriter:
         place = (cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at])
         for wg in self.halves(writer):
             half = self.half_slot(entry, wg)
-            cta.bars.wait("dq_full", half, self.phase(entry))
+            self.await_staged(entry, half)
             store_rows(cta, cta.streams.dv, (cta.views.grad, half * pieces_per_half(cfg, 64 * cfg.dim)), place, wg)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

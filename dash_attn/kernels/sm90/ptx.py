@@ -28,6 +28,15 @@ def bulk_load(dst_smem, src_gmem, nbytes: int, mbar):
     )
 
 
+def phase_done(mbar, phase):
+    """1 if the barrier's phase of this parity is complete, else 0, at once."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, p; }",
+        write_only_types=[Int32],
+        read_only_args=[mbar.toint(), Int32(phase)],
+    )
+
+
 def fresh_thread_index():
     """threadIdx.x behind an opaque move: addresses made from it stay where they are used, instead of being
     computed once before the task loop and held (or spilled) across it."""
