@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.program import build, place
 from dash_attn.schedule import AUTO_WIDTH, POLICIES, Choice, Schedule, Template, applicable, choose, parse, schedule
+from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
 from tests.strategies import examples, tilings
@@ -73,7 +74,7 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
     ("mask", "names"),
     [
         (FULL, [*EVERYWHERE, "shift"]),
-        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "level"]),
+        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "level", "fold"]),
         (window(6, 0), [*EVERYWHERE, "diagonal", "level"]),
         (window(6, 3), [*EVERYWHERE, "diagonal", "level"]),
         (documents([0, 10, 32]), [*EVERYWHERE, "diagonal", "level"]),
@@ -149,6 +150,11 @@ def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask
         (1, 16384, CAUSAL, "level"),
         (4, 4096, CAUSAL, "level"),
         (4, 2048, CAUSAL, "level"),  # 128 chains, all at once
+        (4, 32768, CAUSAL, "level"),  # 256 kv tiles
+        (4, 32769, CAUSAL, "fold"),
+        (7, 65536, CAUSAL, "fold"),
+        (1, 65536, CAUSAL, "level"),
+        (4, 65536, window(1000, 0), "spt"),
         (1, 4096, documents([0, 1000, 4096], causal=True), "level"),
         (1, 4096, documents([0, 1000, 4096]), "level"),
         (4, 4096, window(1000, 0), "spt"),
@@ -215,7 +221,7 @@ def test_different_orders_have_different_fingerprints() -> None:
     names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
     assert build(schedule(causal, "level")).fingerprint == build(schedule(causal, "descending")).fingerprint
     causal = square(6, CAUSAL, heads_kv=2)
-    names = (*names, "level")
+    names = (*names, "level", "fold")
     assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
 
 
@@ -350,3 +356,54 @@ def test_level_hands_over_a_step_later_whenever_chains_start(
     for visits in found.values():
         visits.sort()
         assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))
+
+
+def test_fold_launches_the_short_half_then_the_long_half() -> None:
+    order = schedule(square(4, CAUSAL, group=2, heads_kv=2), "fold")
+    assert bundles(order) == [(chain,) for chain in (3, 2, 0, 1, 7, 6, 4, 5)]
+    assert [[(head, q) for head, q, _ in chain] for chain in chains(order.templates[0])] == [
+        [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1), (1, 0)],
+        [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1)],
+        [(0, 2), (0, 3), (1, 2), (1, 3)],
+        [(0, 3), (1, 3)],
+    ]
+
+
+@pytest.mark.parametrize("n", [4, 5, 8, 255, 257, 511, 512, 513, 770])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
+    """In each round the k-th of the short chains and the k-th of the long ones are as long as any other two. Only long
+    chains come down, and those in the last query head only. Turns are taken in the order of launch."""
+    order = schedule(square(n, CAUSAL, group), "fold")
+    visits = chains(order.templates[0])
+    turns: dict[tuple[int, int], list[int]] = {}
+    came_down = []
+    for kv in order.launch.tolist():
+        up = list(range(kv, n))
+        last = [q for head, q, _ in visits[kv] if head == group - 1]
+        came_down.append(last != up)
+        assert last == (up[::-1] if came_down[-1] else up)
+        assert [q for _, q, _ in visits[kv]] == up * (group - 1) + last
+        for head, q, turn in visits[kv]:
+            turns.setdefault((head, q), []).append(turn)
+    assert all(each == list(range(len(each))) for each in turns.values())
+    assert verify(build(order)).co_resident == 1
+
+    launched = zip(came_down, (n - order.launch).tolist(), strict=True)
+    parts = [[length for _, length in part] for _, part in groupby(launched, key=lambda each: each[0])]
+    shorts, longs = parts[::2], parts[1::2]
+    assert not came_down[0] and len(shorts) == len(longs) == max(1, n // 256)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert max(map(max, shorts)) < min(map(min, longs))
+    for short, long in zip(shorts, longs, strict=True):
+        together = {a + b for a, b in zip(short, long, strict=False)}
+        assert len(together) == 1 and abs(together.pop() - (n + 1)) < len(shorts)
+
+
+@pytest.mark.parametrize(("n", "group", "heads_kv"), [(6, 2, 2), (8, 4, 3), (256, 4, 2), (512, 2, 2), (768, 3, 1)])
+def test_fold_begins_every_round_together(n: int, group: int, heads_kv: int) -> None:
+    """As many workers as a round has short chains: none waits for a turn, and all end at once."""
+    program = build(schedule(square(n, CAUSAL, group, heads_kv), "fold"))
+    workers = n // (2 * max(1, n // 256))
+    found = simulate(program, workers, Paper(1, 0.25), record=False)
+    assert found.makespan == 1.25 * len(program.expand().q) / workers
