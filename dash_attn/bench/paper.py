@@ -44,17 +44,19 @@ def page(results: Mapping[str, Result], pictures: str) -> str:
                 env.get("gpu") or env.get("device"),
                 f"torch {env.get('torch')}",
                 env.get("date"),
-                env.get("note"),
+                *(result.get("notes") or [env.get("note")]),
             )
             if x
         )
+        commands = result.get("commands") or [f"dash-attn bench --suite {claim.suite}"]
+        again = "\n".join(f"$ {command}" for command in commands)
         said = claim.say(list(result["rows"])) or ["The result has no rows for it."]
         parts.append(
             f"## {claim.title}\n\n"
             f'<picture><source media="(prefers-color-scheme: dark)" srcset="{pictures}/{claim.suite}_dark.png">'
             f'<img src="{pictures}/{claim.suite}.png" alt="{claim.title}"></picture>\n\n'
             f"**The paper:** {claim.claim}\n\n**Here:** {' '.join(said)}\n\n"
-            f"{where}\n\n<!-- not run: needs a Hopper GPU -->\n```console\n$ dash-attn bench --suite {claim.suite}\n```"
+            f"{where}\n\n<!-- not run: needs a Hopper GPU -->\n```console\n{again}\n```"
         )
     return "\n\n".join(parts) + "\n"
 

@@ -87,7 +87,7 @@ def _schedules() -> list[Section]:
 
 def _again(results: dict[str, Result]) -> Section:
     rows = [["suite", "command"]]
-    rows += [[name, str(result.get("environment", {}).get("command", ""))] for name, result in results.items()]
+    rows += [[name, command] for name, result in results.items() for command in result["commands"]]
     text = "dash-attn bench --suite NAME, then dash-attn paper FILES --html page.html. What made the numbers here:"
     return Section("Make it again", text, rows)
 

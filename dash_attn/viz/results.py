@@ -65,11 +65,18 @@ def plot(files: Sequence[Path], out: Path, *, dark: bool = False, kind: str = "p
 
 
 def gathered(files: Sequence[Path]) -> dict[str, Result]:
-    """By suite; the rows of files of one suite together."""
+    """By suite; the rows of files of one suite together, and their commands and notes. A grid has timed the pairs
+    of the price by themselves, and stands for a run of `price` where there is none."""
     suites: dict[str, Result] = {}
     for file in files:
         result = read(file)
-        suites.setdefault(result["suite"], {**result, "rows": []})["rows"].extend(result["rows"])
+        found = suites.setdefault(result["suite"], {**result, "rows": [], "commands": [], "notes": []})
+        found["rows"].extend(result["rows"])
+        for name in ("command", "note"):
+            found[f"{name}s"] += [x for x in [result.get("environment", {}).get(name)] if x]
+    priced = [row for row in suites.get("grid", {}).get("rows", []) if "ours" in row.get("pairs", {})]
+    if priced and "price" not in suites:
+        suites["price"] = {**suites["grid"], "suite": "price", "rows": priced}
     return suites
 
 

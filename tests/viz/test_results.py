@@ -16,7 +16,7 @@ import pytest
 
 from dash_attn.simulate import Machine
 from dash_attn.viz.evidence import HEADINGS, evidence
-from dash_attn.viz.results import DARK, DRAWN, LIGHT, plot, read, throughput
+from dash_attn.viz.results import DARK, DRAWN, LIGHT, gathered, plot, read, throughput
 from dash_attn.viz.traced import Traced
 from tests.trace.synthetic import program_of, synthetic
 
@@ -141,3 +141,24 @@ def test_a_few_rows_of_a_timeline() -> None:
     np.testing.assert_array_equal(line.begin, whole.begin[kept])
     assert [line.names.text(t) for t in line.task[:9]] == [whole.names.text(t) for t in whole.task[kept][:9]]
     assert real.stall == pytest.approx(line.total("stall")) and 0 <= real.idle < 5 * real.makespan
+
+
+def test_files_of_one_suite_are_told_together(tmp_path: Path) -> None:
+    for number, (command, note) in enumerate((("first", "a part"), ("second", None))):
+        env = {"command": command} | ({"note": note} if note else {})
+        made = {"suite": "length", "environment": env, "rows": [row(512 << number, "causal", "level")]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(made))
+    (found,) = gathered(sorted(tmp_path.glob("*.json"))).values()
+    assert found["commands"] == ["first", "second"] and found["notes"] == ["a part"]
+    assert [each["shape"]["len_q"] for each in found["rows"]] == [512, 1024]
+
+
+def test_a_grid_stands_for_the_price_where_no_run_of_it_is_given(tmp_path: Path) -> None:
+    timed, untimed = row(512, "full", "shift"), row(1024, "full", "shift")
+    timed["pairs"] = {"ours": {"shift": us(3.0), "any (shift)": us(2.0)}}
+    grid, price = tmp_path / "grid.json", tmp_path / "price.json"
+    grid.write_text(json.dumps({"suite": "grid", "environment": {"command": "g"}, "rows": [timed, untimed]}))
+    price.write_text(json.dumps({"suite": "price", "environment": {"command": "p"}, "rows": [untimed]}))
+    found = gathered([grid])["price"]
+    assert [each["cell"] for each in found["rows"]] == [timed["cell"]] and found["commands"] == ["g"]
+    assert [each["cell"] for each in gathered([grid, price])["price"]["rows"]] == [untimed["cell"]]
