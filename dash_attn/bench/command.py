@@ -87,6 +87,11 @@ def parser() -> Parser:
     )
     made.add_argument("--rounds", type=int, help="samples of each variant (default 15, --quick 5)")
     made.add_argument("--budget-ms", type=float, help="time of each variant (default 100, --quick 25)")
+    made.add_argument(
+        "--lead-ms",
+        type=float,
+        help="of untimed calls before each sample (default 10): the more, the more are clocks those of a variant alone",
+    )
     made.add_argument("--programs", type=Path, help="folder of prepared programs, filled where it has none")
     made.add_argument("--prepare", type=Path, help="only plan, into this folder: for machines without numba")
     made.add_argument("--out", type=Path, help="file.json, or a folder (default: benchmarks/results)")
@@ -97,7 +102,7 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     """Run; 0 if everything that ran was right, 1 if something failed."""
     args = parser().parse_args(list(arguments))
-    for option, allowed in (("rounds", 1), ("budget_ms", 0.1)):
+    for option, allowed in (("rounds", 1), ("budget_ms", 0.1), ("lead_ms", 0.1)):
         given = getattr(args, option)
         if given is not None and given < allowed:
             raise ValueError(f"--{option.replace('_', '-')} must be at least {allowed}, got {given}")
@@ -170,7 +175,8 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
     ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
-    how = (args.rounds or (5 if args.quick else 15), args.budget_ms or (25.0 if args.quick else 100.0))
+    usual = (5, 25.0) if args.quick else (15, 100.0)
+    how = (args.rounds or usual[0], args.budget_ms or usual[1], args.lead_ms or Timing.lead_ms)
     return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
 
 
