@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import threading
+import time
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dash_attn.bench.audit import audit as audits
-from dash_attn.bench.audit import child
+from dash_attn.bench.audit import child, watch
 from dash_attn.bench.audit.audit import Plan, Subject, audit
-from dash_attn.bench.audit.command import main, shown
+from dash_attn.bench.audit.command import main, shown, write
 from dash_attn.bench.audit.compare import bits, differences, merge
 from dash_attn.bench.audit.step import KEYWORDS, load, made
 from dash_attn.bench.audit.targets import parse
-from dash_attn.bench.audit.watch import Heard, watched
+from dash_attn.bench.audit.watch import Hear, Heard, _note, watched
 from dash_attn.problem import CAUSAL, Problem
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
@@ -43,15 +50,25 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> str:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children as plain calls: a process takes seconds to import torch."""
 
-    def run(job: dict, folder: Path, timeout: float) -> Heard:
+    def run(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        return [one(job, hear) for job in jobs]
+
+    def one(job: dict, hear: Hear) -> Heard:
         heard = Heard()
-        monkeypatch.setattr(child, "say", lambda **event: audits_note(heard, event))
+
+        def say(**event: object) -> None:
+            _note(heard, event)
+            hear(job, event)
+
+        monkeypatch.setattr(child, "say", say)
         (child.make if "make" in job else child.run)(job)
         return heard
 
-    from dash_attn.bench.audit.watch import _note as audits_note
-
     monkeypatch.setattr(audits, "watched", run)
+
+
+def deaf(job: dict, event: dict) -> None:
+    pass
 
 
 def job(step: Path, folder: Path, target: str, *stressors: str) -> dict:
@@ -94,34 +111,110 @@ def test_what_is_missing_is_not_passed(in_process: None, fakes: str) -> None:
 
 
 def test_a_hang_is_ended_and_named(step: Path, tmp_path: Path, fakes: str) -> None:
-    heard = watched(job(step, tmp_path, f"{fakes}:hangs", "plain"), tmp_path, timeout=2)
+    """Each process is watched for itself: the others, dead or well, are told apart from the one that hangs."""
+    jobs = [job(step, tmp_path / name, f"{fakes}:{name}", "plain") for name in ("hangs", "dies", "copies")]
+    for each in jobs:
+        Path(each["reference"]).parent.mkdir()
+    heard, died, well = watched(jobs, tmp_path, 3, deaf)
     assert (heard.verdict, heard.at, heard.repeat) == ("hang", "plain", 1)
     assert audits._broken("x", heard.at, heard)["status"] == "HANG"
+    assert (died.verdict, died.at, died.why) == ("died", "plain", "exit status 11")
+    assert well.verdict == "done" and [found["runs"] for found in well.results] == [6]
 
 
-def test_a_crash_is_told_from_a_hang(step: Path, tmp_path: Path, fakes: str) -> None:
-    heard = watched(job(step, tmp_path, f"{fakes}:dies", "plain"), tmp_path, timeout=30)
-    assert (heard.verdict, heard.at, heard.why) == ("died", "plain", "exit status 11")
+def test_who_may_have_waited_for_a_hang_gets_more_time() -> None:
+    """The first is ended, and the patience with the second begins anew: it speaks later than it had to."""
+    ended = SimpleNamespace(poll=lambda: 0)
+    now, lines = time.monotonic(), SimpleQueue()
+    silent, late = (watch._Child({}, ended, Path(), deadline) for deadline in (now, now + 0.05))
+    for after, line in ((0.3, '@audit {"done": true}'), (0.4, None)):
+        threading.Timer(after, lines.put, [(late, line)]).start()
+    watch._listen([silent, late], lines, 5, deaf)
+    assert (silent.heard.verdict, silent.heard.beside, late.heard.verdict) == ("hang", 1, "done")
+
+
+def test_whom_others_may_have_held_up_is_not_blamed_silently() -> None:
+    entry = audits._broken("x", "processes", Heard("hang", "silent for 4 s", beside=3))
+    assert entry["status"] == "HANG" and "while 3 more ran" in entry["why"] and "--at-once 1" in entry["why"]
+    assert audits._broken("x", "plain", Heard("hang", "silent for 4 s"))["why"] == "silent for 4 s, after 0 repeats"
+
+
+def test_no_child_outlives_an_interrupt(step: Path, tmp_path: Path, fakes: str, monkeypatch) -> None:
+    children, start = [], watch._started
+    monkeypatch.setattr(watch, "_started", lambda *told: children.append(start(*told)) or children[-1])
+
+    def hear(job: dict, event: dict) -> None:
+        if event.get("repeat") == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched([job(step, tmp_path, f"{fakes}:hangs", "plain")] * 2, tmp_path, 60, hear)
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL] * 2
 
 
 def test_after_a_hang_the_other_stressors_still_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = []
 
-    def watched(told: dict, folder: Path, timeout: float) -> Heard:
+    def watched(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        (told,) = jobs
         asked.append(told["stressors"])
-        if "workers" in told["stressors"]:
-            done = {"stressor": "plain", "runs": 1, "differing": 0, "tensors": {}}
-            return Heard("hang", "silent for 2 s", "workers", 1, [done])
-        return Heard("done", results=[{"stressor": "jitter", "runs": 1, "differing": 0, "tensors": {}}])
+        hangs = "workers" in told["stressors"]
+        found = {"stressor": "plain" if hangs else "jitter", "runs": 1, "differing": 0, "tensors": {}}
+        hear(told, {"result": found})
+        return [Heard("hang", "silent for 2 s", "workers", 1) if hangs else Heard("done")]
 
     monkeypatch.setattr(audits, "watched", watched)
-    entries = audits._target({"target": "ours"}, tmp_path, Plan("cpu", ("plain", "workers", "jitter")))
+    subject = Subject("x", file=tmp_path)
+    entries = audit([subject], ["ours"], Plan("cpu", ("plain", "workers", "jitter")))["entries"]
     assert asked == [["plain", "workers", "jitter"], ["jitter"]]
     assert [(e["stressor"], e["status"]) for e in entries] == [
         ("plain", "same bits"),
         ("workers", "HANG"),
         ("jitter", "same bits"),
     ]
+
+
+def test_fresh_processes_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of all targets, as many as may; the report keeps the order of targets."""
+    asked = []
+
+    def watched(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        asked.append([(told["target"], *told["stressors"]) for told in jobs])
+        found = {"stressor": jobs[0]["stressors"][0], "runs": 1, "differing": 0, "tensors": {}}
+        for told in reversed(jobs):
+            hear(told, {"result": found})
+        return [Heard("done", results=[found]) for _ in jobs]
+
+    monkeypatch.setattr(audits, "watched", watched)
+    how = Plan("cpu", ("plain", "processes"), processes=3, at_once=4)
+    report = audit([Subject("x", file=tmp_path)], ["ours", "any"], how)
+    fresh = [("ours", "processes")] * 3 + [("any", "processes")] * 3
+    assert asked == [[("ours", "plain")], [("any", "plain")], fresh[:4], fresh[4:]]
+    assert [(e["target"], e["stressor"], e["runs"]) for e in report["entries"]] == [
+        ("ours", "plain", 1),
+        ("ours", "processes", 3),
+        ("any", "plain", 1),
+        ("any", "processes", 3),
+    ]
+
+
+def test_progress_says_what_is_done_now(in_process: None, fakes: str, capsys) -> None:
+    how = Plan("cpu", ("plain", "jitter", "processes"), repeats=1)
+    audit([Subject(name, PROBLEM) for name in ("a", "b")], ["ours", f"{fakes}:copies"], how)
+    said = capsys.readouterr()
+    lines = [re.sub(r", \d+ s]", "]", line) for line in said.err.splitlines()]
+    assert said.out == "" and lines[:5] == [
+        "[1/6] audit a, inputs",
+        "[1/6] audit a, ours: start",
+        "[1/6] audit a, ours: plain",
+        "[1/6] audit a, ours: jitter",
+        "[2/6] audit a, fakes:copies: start",
+    ]
+    assert lines[6:8] == [
+        "[3/6] audit a, processes: start 4 at once",
+        "[3/6] audit a, processes: 1 of 4 compared, ours",
+    ]
+    assert lines[11] == "[4/6] audit b, inputs"
 
 
 def test_bits_are_compared_not_numbers() -> None:
@@ -178,6 +271,7 @@ def test_targets() -> None:
         (["--stress", "graph", "--cpu"], "graph"),
         (["--repeats", "0"], "--repeats"),
         (["--timeout", "0"], "--timeout"),
+        (["--at-once", "0"], "--at-once"),
         (["--target", "nope"], "nope"),
         (["--step", "nowhere.pt"], "nowhere.pt"),
         (["--step", "nowhere.pt", "--causal"], "own shape"),
@@ -195,5 +289,38 @@ def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert [e["target"] for e in report["entries"]] == ["ours", "fakes:right"]
+    assert report["complete"] and report["ok"]
     assert main([*common, "--target", f"{fakes}:differs"]) == 1
     assert "NOT all bits equal" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_found(in_process: None, fakes: str, step: Path, tmp_path, capsys) -> None:
+    """SIGTERM, the end of a job's time, is taken like Ctrl-C."""
+    out, before = tmp_path / "new" / "report.json", signal.getsignal(signal.SIGTERM)
+    told = ["--cpu", "--step", str(step), "--stress", "plain,jitter", "--repeats", "3", "--out", str(out)]
+    assert main([*told, "--target", f"ours,{fakes}:stopped,{fakes}:copies"]) == 130
+    assert "NOT complete" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) == before
+    report = json.loads(out.read_text())
+    assert not report["ok"] and not report["complete"] and "environment" in report
+    assert [(e["target"], e["stressor"], e["status"]) for e in report["entries"]] == [
+        ("ours", "plain", "same bits"),
+        ("ours", "jitter", "same bits"),
+    ]
+    assert [path.name for path in out.parent.iterdir()] == ["report.json"]
+
+
+def test_the_file_grows_with_every_finding(in_process: None, fakes: str) -> None:
+    kept: list[dict] = []
+    report = audit([Subject("x", PROBLEM)], [f"{fakes}:copies"], Plan("cpu", ("plain", "processes"), 1), kept.append)
+    assert [len(each["entries"]) for each in kept] == [0, 1, 2]  # first of all: an older file is not this run's
+    assert not any(each["ok"] or each["complete"] for each in kept) and report["ok"] and report["complete"]
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    pipe, told = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: told.append(json.loads(pipe.read_text())))
+    reader.start()
+    write({"ok": True}, pipe)
+    reader.join()
+    assert told == [{"ok": True}] and pipe.is_fifo()

@@ -1,17 +1,20 @@
-"""`dash-attn audit`: words in, exit status out. 0: all bits equal; 1: something differs, hangs, breaks, is missing."""
+"""`dash-attn audit`: words in, exit status out. 0: all bits equal; 1: something differs, hangs, breaks, is missing;
+130: cut off."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dash_attn.bench import record
-from dash_attn.bench.audit.audit import Plan, Subject, audit
+from dash_attn.bench.audit.audit import Plan, Report, Subject, audit
 from dash_attn.bench.audit.step import load
 from dash_attn.bench.audit.stressors import ON_CPU, ON_GPU, PROCESSES, stressors_on
 from dash_attn.bench.audit.targets import parse
@@ -38,10 +41,11 @@ def parser() -> Parser:
     made.add_argument("--stress", type=names, help="on GPUs {}; on CPUs {}; processes".format(*words))
     made.add_argument("--repeats", type=int, default=20, help="of each stressor (default 20)")
     made.add_argument("--processes", type=int, default=2, help="fresh processes (default 2)")
+    made.add_argument("--at-once", type=int, default=8, help="fresh processes side by side (default: up to 8)")
     made.add_argument("--timeout", type=float, default=180.0, help="seconds of silence that are a hang (default 180)")
     made.add_argument("--cpu", action="store_true", help="on the CPU, also where there is a GPU")
     made.add_argument("--json", action="store_true", help="one JSON value on standard output")
-    made.add_argument("--out", type=Path, help="JSON file to write as well")
+    made.add_argument("--out", type=Path, help="JSON file to write as well, again after every finding")
     shape_options(made)
     return made
 
@@ -54,19 +58,45 @@ def main(arguments: Sequence[str]) -> int:
     for name in stress:
         if name not in known:
             raise ValueError(f"--stress {name!r}: on this device choose from {', '.join(known)}")
-    for option, least in (("repeats", 1), ("processes", 1), ("timeout", 1)):
-        if getattr(args, option) < least:
-            raise ValueError(f"--{option} must be at least {least}, got {getattr(args, option)}")
+    for option in ("repeats", "processes", "at_once", "timeout"):
+        if getattr(args, option) < 1:
+            raise ValueError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}")
     for target in args.target:
         parse(target)
-    plan = Plan(device, tuple(stress), args.repeats, args.processes, args.timeout)
-    report = {"environment": record.environment(torch.device(device))}
-    report |= audit(subjects(args, device), args.target, plan)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    plan = Plan(device, tuple(stress), args.repeats, args.processes, args.timeout, args.at_once)
+    environment = {"environment": record.environment(torch.device(device))}
+
+    def keep(report: Report) -> None:
+        if args.out is not None:
+            write(environment | report, args.out)
+
+    with _sigterm_as_ctrl_c():
+        report = environment | audit(subjects(args, device), args.target, plan, keep)
+    keep(report)
     print(json.dumps(report) if args.json else shown(report))
-    return 0 if report["ok"] else 1
+    return 130 if not report["complete"] else 0 if report["ok"] else 1
+
+
+def write(report: Report, path: Path) -> None:
+    """All of it or what was there before, so that a run that is cut off leaves a whole file."""
+    path, text = path.resolve(), json.dumps(report, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """The end of a job's time says SIGTERM: children must not outlive it, and what was found is shown."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def subjects(args: argparse.Namespace, device: str) -> list[Subject]:
@@ -90,7 +120,7 @@ def subjects(args: argparse.Namespace, device: str) -> list[Subject]:
     return [subject(n, dim, mask) for dim in dims for mask in masks for n in lengths]
 
 
-def shown(report: dict[str, Any]) -> str:
+def shown(report: Report) -> str:
     """A line for each entry, then what differs and where."""
     lines = [
         [e["case"], e["target"], e["stressor"], str(e["runs"]), str(e["differing"]), e["status"]]
@@ -106,5 +136,6 @@ def shown(report: dict[str, Any]) -> str:
                 f"{where}: {name} differs in {t['runs']} of {e['runs']} runs, in up to {t['elements']} elements, first "
                 f"at {t['first']} ({t['values'][0]:.9g} for {t['values'][1]:.9g}), by at most {t['largest']:.3g}"
             )
-    text.append("all bits equal" if report["ok"] else "NOT all bits equal")
+    verdict = "all bits equal" if report["ok"] else "NOT all bits equal"
+    text.append(verdict if report["complete"] else "NOT complete: cut off, the rest is not known")
     return "\n".join(text)
