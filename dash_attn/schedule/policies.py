@@ -49,7 +49,12 @@ def _is_band(tiling: Tiling) -> bool:
     return tiling.is_staircase and _is_banded(tiling)
 
 
-BAND = "a causal or sliding-window mask"
+def _is_causal(tiling: Tiling) -> bool:
+    """As tiles: every chain goes on to the last q tile, and some tile is empty, or could be."""
+    return tiling.is_triangle and _is_banded(tiling)
+
+
+BAND, TRIANGLE = "a causal or sliding-window mask", "a causal mask"
 
 
 def _ascending(tiling: Tiling, tasks: Tasks) -> Ints:
@@ -109,7 +114,7 @@ def _fold(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
     down = is_long[tasks.chain] & (tasks.head == group - 1)
     visit = np.where(down, _coming_down(tiling, tasks), _ascending(tiling, tasks))
     rules = Rules(visit, np.argsort(np.concatenate(folded)))
-    return order(tiling, tasks, rules), [round for part in folded for round in _singles(part)]
+    return order(tiling, tasks, rules), [each for part in folded for each in _singles(part)]
 
 
 def _diagonal(tiling: Tiling, width: int) -> tuple[Template, Rounds]:
@@ -181,8 +186,8 @@ POLICIES: dict[str, Policy] = {
     "symmetric_shift": Policy(
         _symmetric_shift,
         "long and short chains paired; rotation in the rectangle, folded triangles",
-        applies=lambda t: t.is_triangle and _is_banded(t),
-        needs="a causal mask",
+        applies=_is_causal,
+        needs=TRIANGLE,
         windowed=True,
     ),
     "diagonal": Policy(
@@ -203,8 +208,8 @@ POLICIES: dict[str, Policy] = {
     "fold": Policy(
         _fold,
         "some of the shortest chains of a group, then as many of the longest, in the last query head coming down",
-        applies=lambda t: t.is_triangle and _is_banded(t),
-        needs="a causal mask",
+        applies=_is_causal,
+        needs=TRIANGLE,
     ),
     "search": Policy(_search, "list scheduling, turns ranked by modelled time", windowed=True),
 }
@@ -219,7 +224,7 @@ def choose(tiling: Tiling) -> Choice:
     """What `auto` means: decided by the problem and this version of the package, never by the GPU at hand."""
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
-    if POLICIES["symmetric_shift"].applies(tiling):
+    if _is_causal(tiling):
         if tiling.problem.group > 1 and tiling.num_kv > 2 * LONG:
             return Choice("fold")
         at_once = tiling.problem.groups * tiling.num_kv <= BUSY  # where pairs would leave half of the workers idle
