@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -63,8 +64,7 @@ def shape_of(problem: Problem) -> Row:
 
 def write(result: Mapping[str, Any], path: Path) -> list[Path]:
     """`path` and the same beside it as .csv. Written after every row, so that an interrupted run leaves its rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(result, path)
     beside = path.with_suffix(".csv")
     with beside.open("w", newline="", encoding="utf-8") as file:
         lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -72,6 +72,18 @@ def write(result: Mapping[str, Any], path: Path) -> list[Path]:
         for row in result["rows"]:
             lines.writerows(_lines(str(result.get("suite", "")), row))
     return [path, beside]
+
+
+def write_json(value: Mapping[str, Any], path: Path) -> None:
+    """All of it or what was there before, so that a run that is cut off leaves a whole file."""
+    path, text = path.resolve(), json.dumps(value, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
 
 
 def _lines(suite: str, row: Row) -> list[Row]:

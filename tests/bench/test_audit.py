@@ -18,11 +18,12 @@ import torch
 from dash_attn.bench.audit import audit as audits
 from dash_attn.bench.audit import child, watch
 from dash_attn.bench.audit.audit import Plan, Subject, audit
-from dash_attn.bench.audit.command import main, shown, write
+from dash_attn.bench.audit.command import main, shown
 from dash_attn.bench.audit.compare import bits, differences, merge
 from dash_attn.bench.audit.step import KEYWORDS, load, made
 from dash_attn.bench.audit.targets import parse
 from dash_attn.bench.audit.watch import Hear, Heard, _note, watched
+from dash_attn.bench.record import write_json
 from dash_attn.problem import CAUSAL, Problem
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
@@ -321,6 +322,6 @@ def test_only_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: told.append(json.loads(pipe.read_text())))
     reader.start()
-    write({"ok": True}, pipe)
+    write_json({"ok": True}, pipe)
     reader.join()
     assert told == [{"ok": True}] and pipe.is_fifo()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,25 +67,13 @@ def main(arguments: Sequence[str]) -> int:
 
     def keep(report: Report) -> None:
         if args.out is not None:
-            write(environment | report, args.out)
+            record.write_json(environment | report, args.out)
 
     with _sigterm_as_ctrl_c():
         report = environment | audit(subjects(args, device), args.target, plan, keep)
     keep(report)
     print(json.dumps(report) if args.json else shown(report))
     return 130 if not report["complete"] else 0 if report["ok"] else 1
-
-
-def write(report: Report, path: Path) -> None:
-    """All of it or what was there before, so that a run that is cut off leaves a whole file."""
-    path, text = path.resolve(), json.dumps(report, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 @contextmanager
