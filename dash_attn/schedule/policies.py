@@ -225,7 +225,7 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if _is_causal(tiling):
-        if tiling.problem.group > 1 and tiling.num_kv > 2 * LONG:
+        if tiling.problem.group > 1 and tiling.num_kv >= 2 * LONG:
             return Choice("fold")
         at_once = tiling.problem.groups * tiling.num_kv <= BUSY  # where pairs would leave half of the workers idle
         if tiling.problem.group == 1 or tiling.num_kv > SHORT or at_once:

@@ -118,6 +118,9 @@ def test_registers_beyond_the_launch_allocation_are_refused():
         dict(p_early=17, delta_ahead=1),
         dict(p_early=4),  # and no delta
         dict(p_early=4, delta_ahead=9),
+        dict(lse_ahead=9),
+        dict(k_kept=9),
+        dict(k_kept=7),  # 28 registers beside 192 of sums
         dict(dq_slots=1, split=True),
         dict(debug=True),  # the last contributor's slot holds its sum, not its contribution
         dict(debug=True, finish="postpass", ordered=False),

@@ -45,7 +45,9 @@ class KernelConfig:
     debug: bool = False  # waits that end, every contribution kept (see debug.py)
     trace: bool = False  # time stamps of every entry (see stamps.py)
     p_early: int = 0  # words of P a consumer thread rounds while dP is computed; 0: all of them behind it
-    delta_ahead: int = 0  # pairs of delta it loads ahead of their use; 0: all of them
+    lse_ahead: int = 0  # pairs of LSE it loads ahead of their use; 0: all of them
+    delta_ahead: int = 0  # likewise of delta
+    k_kept: int = 0  # k steps (16 columns) of K that a consumer warpgroup holds in registers, not in shared memory only
     peek: bool = False  # consumers ask for the next Q before they need it
     consumer_regs: int = 240
     worker_regs: int = 24  # producer and writer warps
@@ -101,10 +103,11 @@ class KernelConfig:
         return scores + grads + self.tile_n // k  # dQ
 
     @property
-    def accumulator_regs(self) -> int:
-        """fp32 accumulators live at once per consumer thread: dK, dV, S^T, dP^T (dQ reuses S^T)."""
+    def tile_regs(self) -> int:
+        """Of a consumer thread, for tiles live at once: dK, dV, S^T, dP^T in fp32 (dQ reuses S^T), and K where kept."""
         rows = self.tile_n // CONSUMER_WARPGROUPS
-        return 2 * rows * self.dim // WARPGROUP + 2 * rows * self.tile_m // WARPGROUP
+        sums = 2 * rows * self.dim // WARPGROUP + 2 * rows * self.tile_m // WARPGROUP
+        return sums + self.k_kept * rows * 16 // 2 // WARPGROUP
 
     def problems(self) -> list[str]:
         """Every reason why this config cannot run; empty when it can."""
@@ -135,16 +138,20 @@ class KernelConfig:
             out.append(f"dq_slots {self.dq_slots}: two warps are left beside the producer and the dK writer")
         if self.split and self.dq_slots != 2:
             out.append("split turns need two slots: each writer serves its half of both")
-        words, pairs = self.tile_m // 4, self.tile_m // 8  # of P and of delta that a thread has
-        if not 0 <= self.p_early <= words or not bool(self.p_early) <= self.delta_ahead <= pairs:
-            out.append(f"p_early {self.p_early} of {words}, delta_ahead {self.delta_ahead} of {pairs}: both or neither")
+        words, pairs = self.tile_m // 4, self.tile_m // 8  # of P, and of LSE or delta, that a thread has
+        if not 0 <= self.p_early <= words or (self.p_early and not self.delta_ahead):
+            out.append(f"p_early {self.p_early}, delta_ahead {self.delta_ahead}: at most {words} words, and with delta")
+        if not (0 <= self.lse_ahead <= pairs and 0 <= self.delta_ahead <= pairs):
+            out.append(f"lse_ahead {self.lse_ahead}, delta_ahead {self.delta_ahead}: a thread has {pairs} pairs")
+        if not 0 <= self.k_kept <= self.dim // 16:
+            out.append(f"k_kept {self.k_kept}: K has {self.dim // 16} steps")
         regs = self.worker_regs * WARPGROUP + self.consumer_regs * self.consumer_threads
         if regs > self.launch_regs:
             out.append(f"{regs} registers of the {self.launch_regs} the CTA starts with: setmaxnreg would wait forever")
         if self.worker_regs % 8 or self.consumer_regs % 8:
             out.append("setmaxnreg takes multiples of 8")
-        if self.accumulator_regs + 24 > self.consumer_regs:
-            out.append(f"{self.accumulator_regs} accumulators leave too few of {self.consumer_regs} registers")
+        if self.tile_regs + 24 > self.consumer_regs:
+            out.append(f"{self.tile_regs} registers of tiles leave too few of {self.consumer_regs}")
         if out:
             return out
         total = plan(self).total
@@ -177,10 +184,13 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         mask=mask,
         ordered=ordered,
         finish=finish,
-        # Timed (see consumer.py). 128-row q tiles have no registers left for it.
+        # Timed, all of them (docs/measured_facts.md). 128-row q tiles have no registers left for p_early; those that
+        # LSE and delta need not wait in are worth more as a place for K, which the products then need not fetch again.
         p_early=12 if padded == 128 else 0,
-        delta_ahead=3 if padded == 128 else 0,
-        peek=padded == 64,  # +1.0 % there, -0.9 % at 128
+        lse_ahead=0 if padded == 128 else 2,
+        delta_ahead=3 if padded == 128 else 2,
+        k_kept=0 if padded == 128 else 3,
+        peek=padded == 64,
         # 128-row q tiles leave one step between neighbours of a shift: there a half tile is handed over faster.
         split=padded == 64,
     ).validate()

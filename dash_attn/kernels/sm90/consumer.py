@@ -38,6 +38,7 @@ class Consumer:
             cta.bars.wait("k_full", 0, i & 1)
             dk.fill(0.0)
             dv.fill(0.0)
+            kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
             done, arrived = Int32(0), Int32(0)
             if cta.views.info[0, i & 1] == 0:
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
@@ -45,7 +46,7 @@ class Consumer:
                 self.leave("k_empty", 0)
                 done = Int32(1)
             while done == 0:
-                flags, arrived = self.task(gemms, (dk, dv), (task, task + i), arrived)
+                flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i), arrived)
                 task, done = task + 1, flags & ENDS
             if const_expr(cta.cfg.trace):
                 tie_clocks(cta, task + i)
@@ -53,9 +54,9 @@ class Consumer:
             self.hand_over_dv(gemms, dv, task + i)
 
     @cute.jit
-    def task(self, gemms, grads, numbers, arrived):
+    def task(self, gemms, held, numbers, arrived):
         cta, cfg = self.cta, self.cta.cfg
-        dk, dv = grads
+        dk, dv, kept = held
         task, entry = numbers
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         stage, phase = task & 1, (task >> 1) & 1
@@ -67,8 +68,8 @@ class Consumer:
             consumer_stamp(cta, entry, "begun")
         flags = flags_of(cta, entry)
         s = gemms.score_acc()
-        gemms.issue_s(s, stage)
-        lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.tile_m // 8)
+        gemms.issue_s(s, stage, kept)
+        lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.lse_ahead)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
@@ -91,17 +92,15 @@ class Consumer:
         if const_expr(cfg.p_early):
             self.await_ds_buffers(flags, odd)
         else:
-            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.tile_m // 8)
+            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         # (3) dS
         warpgroup.wait_group(0)
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)
         score_gradient(dp, s, delta)
         ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
-        if const_expr(cfg.p_early):
-            gemms.round_now(dp, ds16, cute.size(dp) // 2)
-        else:
-            gemms.round_rest(dp, ds16, 0)
+        gemms.round_now(dp, ds16, cute.size(dp) // 2)
+        if const_expr(not cfg.p_early):
             self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
         # (4) dV; issued before dS is computed it was 8 % slower in all

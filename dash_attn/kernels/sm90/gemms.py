@@ -34,6 +34,7 @@ def transposed(t):
 class Gemms:
     cfg: KernelConfig
     score: Any  # tiled MMAs
+    score_kept: Any  # with K from registers
     grad: Any
     query: Any
     k_a: Any  # operand fragments: descriptors of shared memory
@@ -53,7 +54,7 @@ class Gemms:
     def bind(cta: Cta, wg, thread) -> "Gemms":
         """`thread` counts consumer threads; descriptors belong to the warpgroup, copies to the thread."""
         cfg, v = cta.cfg, cta.views
-        score = tiled_mma(cfg, SMEM, K_MAJOR, cfg.tile_m, (2, 1, 1))
+        score, score_kept = (tiled_mma(cfg, a, K_MAJOR, cfg.tile_m, (2, 1, 1)) for a in (SMEM, RMEM))
         grad = tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, (2, 1, 1))
         query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
         g_score, g_grad, g_query = [x.get_slice(wg * 128) for x in (score, grad, query)]
@@ -66,6 +67,7 @@ class Gemms:
         return Gemms(
             cfg,
             score,
+            score_kept,
             grad,
             query,
             k_a=g_score.make_fragment_A(g_score.partition_A(v.k)),
@@ -81,6 +83,18 @@ class Gemms:
             store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
             store_dq=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, SMEM, MN_MAJOR, 64, one)),
         )
+
+    def keep_k(self, k, thread):
+        """The first steps of K, as the A operand of S^T, in registers; None of none."""
+        cfg, mma = self.cfg, self.score_kept
+        if not cfg.k_kept:
+            return None
+        load = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), element(cfg)), mma)
+        kept = cute.make_rmem_tensor(mma.partition_shape_A((cfg.tile_n, 16 * cfg.k_kept)), element(cfg))
+        src, dst = load.get_slice(thread).partition_S(k), load.retile(kept)
+        for i in range(cfg.k_kept):
+            cute.copy(load, src[None, None, i], dst[None, None, i])
+        return kept
 
     def score_acc(self):
         shape = self.score.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.tile_m))
@@ -120,8 +134,13 @@ class Gemms:
         shape = self.grad.get_slice(0).partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))
         return cute.make_tensor(half.iterator, cute.make_layout(shape))
 
-    def issue_s(self, acc, stage):
-        issue(self.score, acc, self.k_a, self.q_b[None, None, None, stage], False)
+    def issue_s(self, acc, stage, kept):
+        q = self.q_b[None, None, None, stage]
+        warpgroup.fence()
+        if kept is not None:
+            add(self.score_kept, acc, (kept, q), range(self.cfg.k_kept), False)
+        add(self.score, acc, (self.k_a, q), range(self.cfg.k_kept, self.cfg.dim // 16), bool(self.cfg.k_kept))
+        warpgroup.commit_group()
 
     def issue_dp(self, acc, stage):
         issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False)
@@ -140,14 +159,20 @@ class Gemms:
 
 
 def issue(mma, acc, a, b, accumulate):
-    """Issues one product asynchronously as one wgmma group.
-
-    A fresh atom per product: the accumulate bit is a field of the atom, and a shared one would carry it across.
-    """
+    """Issues one product asynchronously as one wgmma group."""
     warpgroup.fence()
+    add(mma, acc, (a, b), range(cute.size(a.shape[2])), accumulate)
+    warpgroup.commit_group()
+
+
+def add(mma, acc, operands, steps: range, accumulate):
+    """Some k steps of a product.
+
+    A fresh atom each time: the accumulate bit is a field of the atom, and a shared one would carry it across.
+    """
+    a, b = operands
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for kk in range(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, kk], b[None, None, kk], acc)
+    for k in steps:
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, const_expr
 class ColumnPairs:
     """The thread's columns of a per-query smem row: pairs at 8j and 8j + 1, loaded some pairs ahead of their use.
 
-    Made before the wait for the product they meet, so that the first loads hide behind it.
+    `ahead` of 0 is all of them. Made before the wait for the product they meet, so that the first loads hide behind it.
     """
 
     src: Any  # (2, tile_m / 8) in shared memory
@@ -26,7 +26,7 @@ class ColumnPairs:
     def of(stats, stage, tile_m: int, ahead: int) -> "ColumnPairs":
         col = cute.assume((cute.arch.lane_idx() % 4) * 2, divby=2)
         src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
-        return ColumnPairs(src, load_pairs(src, range(ahead)))
+        return ColumnPairs(src, load_pairs(src, range(ahead or tile_m // 8)))
 
     def __iter__(self):
         """(j, pair): while some are used, as many behind them are loaded."""
