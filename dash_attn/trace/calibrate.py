@@ -339,7 +339,7 @@ def _report(cell: Cell, main_only: bool, found: Sequence[tuple[Sample, float]]) 
 
 def _times_of(file: str, orders: Iterable[Sequence[Sample]]) -> dict[str, float]:
     """By policy. One order under several names has one time, their mean: the luckiest of them is not a faster order."""
-    times = {}
+    times: dict[str, float] = {}
     for names in orders:
         there = [s for s in names if file in s.files]
         times |= {s.policy: statistics.geometric_mean(o.files[file] for o in there) for s in there}
