@@ -150,8 +150,8 @@ def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask
         (1, 16384, CAUSAL, "level"),
         (4, 4096, CAUSAL, "level"),
         (4, 2048, CAUSAL, "level"),  # 128 chains, all at once
-        (4, 32640, CAUSAL, "level"),  # 256 kv tiles
-        (4, 32768, CAUSAL, "fold"),
+        (4, 32640, CAUSAL, "level"),
+        (4, 32768, CAUSAL, "fold"),  # 256 kv tiles
         (7, 65536, CAUSAL, "fold"),
         (1, 65536, CAUSAL, "level"),
         (4, 65536, window(1000, 0), "spt"),
