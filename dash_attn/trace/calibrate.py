@@ -220,7 +220,7 @@ def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
 @dataclass(frozen=True)
 class CellReport:
     """One cell: (policy, measured, predicted) each, and what they say together. `files` has the policies' times in
-    each file; those of one file alone can be compared to the percent, and what only one of several says is noise."""
+    each file; those of one file alone can be compared to the percent."""
 
     cell: str
     policies: tuple[tuple[str, float, float], ...]
@@ -249,7 +249,7 @@ class CellReport:
         return self._ranked(0.0)
 
     def _ranked(self, level: float) -> bool:
-        files = self._times
+        files = self.files or ({name: us for name, us, _ in self.policies},)
 
         def faster(a: str, b: str) -> bool:
             both = [(times[a], times[b]) for times in files if a in times and b in times]
@@ -259,23 +259,15 @@ class CellReport:
         return not any(y < x * (1 - level) and faster(a, b) for a, _, x in rows for b, _, y in rows)
 
     @property
-    def _times(self) -> tuple[Mapping[str, float], ...]:
-        return self.files or ({name: us for name, us, _ in self.policies},)
-
-    @property
     def choice(self) -> str:
         """The policy that is predicted to be the fastest."""
         return min(self.policies, key=lambda row: row[2])[0]
 
     @property
     def auto_loss(self) -> float | None:
-        """How far every file has the policy that `auto` takes behind the best of the others; None if none has it."""
-        files = [times for times in self._times if self.auto in times]
-        others = {policy for times in files for policy in times}
-        return max(
-            (min(times[self.auto] / times[p] - 1 for times in files if p in times) for p in others),
-            default=None,
-        )
+        """How far the policy that `auto` takes is behind the best measured; None if it was not measured."""
+        mine = [us for policy, us, _ in self.policies if policy == self.auto]
+        return mine[0] / min(us for _, us, _ in self.policies) - 1 if mine else None
 
 
 @dataclass(frozen=True)
@@ -324,23 +316,11 @@ def calibrate(samples: Sequence[Sample]) -> Calibration:
 
 def _report(cell: Cell, main_only: bool, found: Sequence[tuple[Sample, float]]) -> CellReport:
     auto = Sample(cell, str(choose(cell.tiling())), 0.0)
-    alike: dict[tuple[str, bytes, bytes], list[Sample]] = {}
-    for s, _ in found:
-        alike.setdefault(s.runs, []).append(s)
-    same = [s.policy for s in alike.get(auto.runs, ())]
+    same = [s.policy for s, _ in found if s.runs == auto.runs]
     files = sorted({file for s, _ in found for file in s.files})
     return CellReport(
         cell.name + (" (main kernel)" if main_only else ""),
         tuple((s.policy, s.us, us) for s, us in found),
         min(same, key=lambda policy: policy != auto.policy, default=auto.policy),
-        tuple(_times_of(file, alike.values()) for file in files),
+        tuple({s.policy: s.files[file] for s, _ in found if file in s.files} for file in files),
     )
-
-
-def _times_of(file: str, orders: Iterable[Sequence[Sample]]) -> dict[str, float]:
-    """By policy. One order under several names has one time, their mean: the luckiest of them is not a faster order."""
-    times: dict[str, float] = {}
-    for names in orders:
-        there = [s for s in names if file in s.files]
-        times |= {s.policy: statistics.geometric_mean(o.files[file] for o in there) for s in there}
-    return times
