@@ -52,7 +52,7 @@ test: lint types
 	$(BIN)/python -m pytest -n 2
 
 gpu-test: $(TESTS)
-	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal
+	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal -rs
 	$(BIN)/python -m pytest -m "gpu and alone"
 
 report: $(STAMP)
