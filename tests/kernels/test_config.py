@@ -122,6 +122,7 @@ def test_registers_beyond_the_launch_allocation_are_refused():
         dict(k_kept=9),
         dict(k_kept=7),  # 28 registers beside 192 of sums
         dict(dq_slots=1, split=True),
+        dict(head_dim=80, split=True),  # halves of 64 and 16 columns
         dict(debug=True),  # the last contributor's slot holds its sum, not its contribution
         dict(debug=True, finish="postpass", ordered=False),
     ],
@@ -141,6 +142,16 @@ def test_every_ordered_config_has_a_debug_build(cfg):
 def test_expected_products():
     assert select(128, "bf16", "full").wgmma_per_task == 8 + 8 + 4 + 4 + 8
     assert select(64, "bf16", "full").wgmma_per_task == 4 + 4 + 8 + 8 + 8
+    assert select(80, "bf16", "full").wgmma_per_task == 5 + 5 + 4 + 4 + 8
+    assert select(8, "bf16", "full").wgmma_per_task == 1 + 1 + 8 + 8 + 8
+
+
+@pytest.mark.parametrize(("dim", "parts"), [(64, (64, 64)), (24, (24, 24)), (80, (64, 16)), (128, (64, 64))])
+def test_only_columns_that_the_tensors_have_are_summed(dim, parts):
+    cfg = select(dim, "bf16", "full")
+    assert cfg.sum_parts == tuple(64 * columns for columns in parts)
+    assert all(part % 512 == 0 and part <= cfg.half_floats for part in cfg.sum_parts), "whole pieces of a half-slot"
+    assert sum(cfg.sum_parts) == cfg.tile_m * dim
 
 
 def test_pure_python_files_need_no_compiler():

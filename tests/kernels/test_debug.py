@@ -33,8 +33,8 @@ def test_contributions_are_kept_by_plane_tile_turn_and_half(monkeypatch: pytest.
     cfg = with_debug(select(128, "bf16", "full"))
     monkeypatch.setattr(launch, "Launch", lambda *made: lambda *given: None)
     found = launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
-    assert found.contributions.shape == (2, 4, 3, 2, cfg.half_floats) and found.contributions.isnan().all()
-    assert found.dq_sum.shape == (2, 4, 2, cfg.half_floats)
+    assert found.contributions.shape == (2, 4, 3, 64 * 128) and found.contributions.isnan().all()
+    assert found.dq_sum.shape == (2, 4, 64 * 128)
 
 
 def test_who_waits_for_what_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ PROBLEMS = {  # batch, q heads, kv heads, queries, keys; mask
 
 
 def added_by_turn(contributions: np.ndarray, contributors: np.ndarray) -> np.ndarray:
-    """fp32 sums [planes, n_q, 2, half]: the first contribution is stored, each further one added."""
+    """fp32 sums [planes, n_q, floats of a tile]: the first contribution is stored, each further one added."""
     total = contributions[:, :, 0].copy()
     for turn in range(1, contributions.shape[2]):
         some = contributors > turn
@@ -44,13 +44,16 @@ def added_by_turn(contributions: np.ndarray, contributors: np.ndarray) -> np.nda
 
 
 def rows_of(cfg: KernelConfig, parts: np.ndarray) -> np.ndarray:
-    """[planes, n_q, 2, half] in fragment order as [planes, n_q * tile_m, dim]: 16-byte piece j of thread t (warp, row,
-    quad) holds columns 8j + 2 quad + {0, 1} of rows 16 warp + row + {0, 8}."""
+    """[planes, n_q, floats] in fragment order as [planes, n_q * tile_m, columns].
+
+    16-byte piece j of thread t (warp, row, quad) holds columns 8j + 2 quad + {0, 1} of rows 16 warp + row + {0, 8}. Of
+    128 rows each warpgroup has 64; of 64 the second has the columns behind those of the first.
+    """
     planes, n_q = parts.shape[:2]
-    pieces = parts.reshape(planes, n_q, 2, -1, 4, 8, 4, 2, 2)  # half, piece, warp, row, quad, eight, column
-    if cfg.dq_split_rows:
-        return pieces.transpose(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(planes, n_q * cfg.tile_m, cfg.dim)
-    return pieces.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(planes, n_q * cfg.tile_m, cfg.dim)
+    pieces = parts.reshape(
+        planes, n_q, cfg.tile_m // 64, -1, 4, 8, 4, 2, 2
+    )  # rows, piece, warp, row, quad, eight, column
+    return pieces.transpose(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(planes, n_q * cfg.tile_m, cfg.columns)
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -27,7 +27,7 @@ class Tables(NamedTuple):
 class Debug(NamedTuple):
     """What the debug build writes."""
 
-    contributions: Any  # (planes, n_q, turns, 2, half_floats)
+    contributions: Any  # (planes, n_q, turns, sum(cfg.sum_parts))
     reports: Any  # Int64 address of host memory: (workers, writers, len(REPORT)) int32
 
 
@@ -43,7 +43,7 @@ class Streams(NamedTuple):
     dq: Any
     lse: Any  # (planes, padded rows), times log2 e
     delta: Any
-    dq_sum: Any  # (planes, n_q, 2, half_floats)
+    dq_sum: Any  # (planes, n_q, sum(cfg.sum_parts)): one warpgroup's part behind the other's
     counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key of a query row
     row_hi: Any  # (Sq,) one past its last key

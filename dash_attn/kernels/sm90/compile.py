@@ -29,7 +29,7 @@ def stats_of(cfg: KernelConfig, planes, n_q, padded):
     return (
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
-        rows_of(Float32, (planes, n_q, 2, cfg.half_floats)),
+        rows_of(Float32, (planes, n_q, sum(cfg.sum_parts))),
         rows_of(Int32, (planes, n_q, *symbols(2)), 4),
     )
 
@@ -52,7 +52,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     stats = stats_of(cfg, planes, n_q, padded)
     facts = (Float32(1.0), Float32(1.0))
     if cfg.debug:
-        stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), 2, cfg.half_floats)))
+        stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
         facts = (*facts, Int64(0))
     if cfg.trace:
         workers, entries = symbols(2)
@@ -92,7 +92,7 @@ def compile_finish(cfg: KernelConfig, options: str = ""):
     from .finish import Finish
 
     batch, sq, hq, planes, n_q = symbols(5)
-    sums = rows_of(Float32, (planes, n_q, 2, cfg.half_floats))
+    sums = rows_of(Float32, (planes, n_q, sum(cfg.sum_parts)))
     return cute.compile(
         Finish(cfg), sums, heads_tensor(cfg, batch, sq, hq), Float32(1.0), stream(), options=f"{OPTIONS} {options}"
     )

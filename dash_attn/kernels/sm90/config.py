@@ -80,6 +80,13 @@ class KernelConfig:
         return self.tile_m * self.dim // CONSUMER_WARPGROUPS
 
     @property
+    def sum_parts(self) -> tuple[int, int]:
+        """Of these, how many are summed for each warpgroup: the pieces of 8 columns that the tensors have."""
+        if self.dq_split_rows:
+            return 64 * self.columns, 64 * self.columns
+        return 64 * 64, 64 * (self.columns - 64)
+
+    @property
     def last_finishes(self) -> bool:
         return self.ordered and self.finish == "last"
 
@@ -97,10 +104,13 @@ class KernelConfig:
     @property
     def wgmma_per_task(self) -> int:
         """HGMMA instructions one warpgroup issues per task (checked against the machine code)."""
-        k = 16
-        scores = 2 * (self.dim // k)  # S^T and dP^T
-        grads = 2 * (self.tile_m // k)  # dV and dK
-        return scores + grads + self.tile_n // k  # dQ
+        grads = 2 * (self.tile_m // 16)  # dV and dK
+        return 2 * self.score_steps + grads + self.tile_n // 16  # dQ
+
+    @property
+    def score_steps(self) -> int:
+        """k steps of S^T and dP^T: those of 16 columns in which the tensors have any, for the others are zero."""
+        return -(-self.columns // 16)
 
     @property
     def tile_regs(self) -> int:
@@ -138,6 +148,8 @@ class KernelConfig:
             out.append(f"dq_slots {self.dq_slots}: two warps are left beside the producer and the dK writer")
         if self.split and self.dq_slots != 2:
             out.append("split turns need two slots: each writer serves its half of both")
+        if self.split and self.sum_parts[0] != self.sum_parts[1]:
+            out.append(f"split turns of head dim {self.columns}: the writers' halves differ")
         words, pairs = self.tile_m // 4, self.tile_m // 8  # of P, and of LSE or delta, that a thread has
         if not 0 <= self.p_early <= words or (self.p_early and not self.delta_ahead):
             out.append(f"p_early {self.p_early}, delta_ahead {self.delta_ahead}: at most {words} words, and with delta")

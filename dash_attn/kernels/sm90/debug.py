@@ -41,9 +41,9 @@ def report(cta: Cta, entry, writer, seen):
     cute.arch.inline_ptx("trap;")
 
 
-def keep(cta: Cta, entry, wg, staged):
-    """One warpgroup's part of a contribution, as staged, into its place by turn; counted with the add behind it."""
+def keep(cta: Cta, entry, part, staged):
+    """One warpgroup's part (first float, bytes), as staged, into its place by turn; counted with the add behind it."""
     at = ring_slot(entry)
     q_tile, plane, turn = [cta.views.ring[1 + i, at] for i in range(3)]
-    kept = cta.streams.debug.contributions[plane, q_tile, turn, wg, None]
-    bulk_store(kept.iterator, staged, cta.cfg.half_floats * 4)
+    kept = cta.streams.debug.contributions[plane, q_tile, turn, None]
+    bulk_store(kept.iterator + part[0], staged, part[1])

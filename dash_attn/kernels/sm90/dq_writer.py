@@ -129,28 +129,35 @@ class DqWriter:
     @cute.jit
     def fetch_sum(self, writer, entry, where):
         """The partial sum into the free slot; its arrival is what gives the slot to the consumers."""
-        cta, nbytes = self.cta, self.cta.cfg.half_floats * 4
+        cta = self.cta
         if cute.arch.lane_idx() == 0:
             for wg in self.halves(writer):
-                half = self.half_slot(entry, wg)
+                half, (_, nbytes) = self.half_slot(entry, wg), self.part(wg)
                 cta.bars.expect("dq_empty", half, nbytes)
                 slot, mbar = cta.views.dq[None, half].iterator, cta.bars.at("dq_empty", half)
                 bulk_load(slot, self.sum_of(where, wg), nbytes, mbar)
 
+    def part(self, wg):
+        """Of a tile's sum, what one warpgroup has: the first float of it, and bytes."""
+        first, second = self.cta.cfg.sum_parts  # equal, where `wg` is not known before the kernel runs
+        return wg * first, 4 * (first if first == second else (first, second)[wg])
+
     def sum_of(self, where, wg):
         q_tile, plane = where
-        return self.cta.streams.dq_sum[plane, q_tile, wg, None].iterator
+        return self.cta.streams.dq_sum[plane, q_tile, None].iterator + self.part(wg)[0]
 
     @cute.jit
     def add_sum(self, writer, entry, where, flags):
-        cta, nbytes = self.cta, self.cta.cfg.half_floats * 4
+        cta = self.cta
         for wg in self.halves(writer):
-            half = self.half_slot(entry, wg)
+            half, nbytes = self.half_slot(entry, wg), self.part(wg)[1]
             self.await_staged(entry, half)
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
                 if const_expr(cta.cfg.debug):
-                    keep(cta, entry, wg, src)
+                    keep(cta, entry, self.part(wg), src)
+                    at = ring_slot(entry)  # once more, because the writers' registers do not hold it all
+                    where = cta.views.ring[1, at], cta.views.ring[2, at]
                 if (flags & FIRST) != 0:
                     bulk_store(self.sum_of(where, wg), src, nbytes)
                 else:

@@ -36,10 +36,16 @@ class Finish:
             row = row + half * 64
         else:
             first_col = first_col + half * 64
-        src = dq_sum[plane, tile, half, None].iterator + cute.assume(thread * 4, divby=4)
+        src = dq_sum[plane, tile, None].iterator + cute.assume(half * cfg.sum_parts[0] + thread * 4, divby=4)
         pieces = cute.make_tensor(src.align(16), cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)))
         sums = cute.make_rmem_tensor(pieces.shape, Float32)
-        cute.autovec_copy(pieces, sums)
+        if cutlass.const_expr(cfg.columns == cfg.dim):
+            cute.autovec_copy(pieces, sums)
+        else:  # what lies behind the last column is another tile's, or nobody's
+            sums.fill(0.0)
+            for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
+                if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
+                    cute.autovec_copy(pieces[None, j], sums[None, j])
         half16 = cute.make_rmem_tensor_like(sums, element(cfg))
         half16.store((sums.load() * scale).to(element(cfg)))
         words = cute.recast_tensor(half16, Int32)

@@ -87,12 +87,13 @@ class Gemms:
     def keep_k(self, k, thread):
         """The first steps of K, as the A operand of S^T, in registers; None of none."""
         cfg, mma = self.cfg, self.score_kept
-        if not cfg.k_kept:
+        steps = min(cfg.k_kept, cfg.score_steps)
+        if not steps:
             return None
         load = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), element(cfg)), mma)
-        kept = cute.make_rmem_tensor(mma.partition_shape_A((cfg.tile_n, 16 * cfg.k_kept)), element(cfg))
+        kept = cute.make_rmem_tensor(mma.partition_shape_A((cfg.tile_n, 16 * steps)), element(cfg))
         src, dst = load.get_slice(thread).partition_S(k), load.retile(kept)
-        for i in range(cfg.k_kept):
+        for i in range(steps):
             cute.copy(load, src[None, None, i], dst[None, None, i])
         return kept
 
@@ -137,13 +138,14 @@ class Gemms:
     def issue_s(self, acc, stage, kept):
         q = self.q_b[None, None, None, stage]
         warpgroup.fence()
-        if kept is not None:
-            add(self.score_kept, acc, (kept, q), range(self.cfg.k_kept), False)
-        add(self.score, acc, (self.k_a, q), range(self.cfg.k_kept, self.cfg.dim // 16), bool(self.cfg.k_kept))
+        have = 0 if kept is None else cute.size(kept.shape[2])
+        if have:
+            add(self.score_kept, acc, (kept, q), range(have), False)
+        add(self.score, acc, (self.k_a, q), range(have, self.cfg.score_steps), have > 0)
         warpgroup.commit_group()
 
     def issue_dp(self, acc, stage):
-        issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False)
+        issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False, self.cfg.score_steps)
 
     def issue_dv(self, acc, p, stage):
         issue(self.grad, acc, self.operand_view(p), self.do_t[None, None, None, stage], True)
@@ -158,10 +160,10 @@ class Gemms:
         cute.copy(self.store_ds, self.store_ds.retile(ds), self.ds_dst[None, None, None, buffer])
 
 
-def issue(mma, acc, a, b, accumulate):
-    """Issues one product asynchronously as one wgmma group."""
+def issue(mma, acc, a, b, accumulate, steps: int = 0):
+    """Issues one product asynchronously as one wgmma group; 0 steps: all there are."""
     warpgroup.fence()
-    add(mma, acc, (a, b), range(cute.size(a.shape[2])), accumulate)
+    add(mma, acc, (a, b), range(steps or cute.size(a.shape[2])), accumulate)
     warpgroup.commit_group()
 
 

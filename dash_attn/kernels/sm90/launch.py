@@ -99,7 +99,7 @@ class Workspace(NamedTuple):
         return Workspace(
             lse2.view(planes, -1),
             delta.view(planes, -1),
-            dq_sum.view(planes, n_q, 2, cfg.half_floats),
+            dq_sum.view(planes, n_q, sum(cfg.sum_parts)),
             counters.view(planes, n_q, *cfg.counters),
         )
 
@@ -107,7 +107,7 @@ class Workspace(NamedTuple):
     def floats(cfg: KernelConfig, planes: int, seqlen: int) -> tuple[int, int, int, int]:
         """Words of lse2, delta, counters and dq_sum."""
         tiles, rows = planes * -(-seqlen // cfg.tile_m), cfg.tile_m
-        return tiles * rows, tiles * rows, tiles * math.prod(cfg.counters), tiles * 2 * cfg.half_floats
+        return tiles * rows, tiles * rows, tiles * math.prod(cfg.counters), tiles * sum(cfg.sum_parts)
 
     @staticmethod
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
@@ -126,7 +126,7 @@ class Workspace(NamedTuple):
         if not keeps(cfg, batch * heads, seqlen) or not on_default_stream(device):
             ws = Workspace.of(cfg, q, dq)
             return ws, tuple(ws)
-        size = cfg.tile_m, cfg.dim, cfg.counters, batch * heads, seqlen
+        size = cfg.tile_m, cfg.columns, cfg.counters, batch * heads, seqlen
         found = _kept.on.get(device)
         if found is None or found[0] != size:
             ws = Workspace.of(cfg, q)
@@ -162,7 +162,7 @@ _kept = _Kept()
 
 @dataclass(frozen=True, eq=False)
 class DebugBuffers:
-    contributions: torch.Tensor  # [planes, n_q, turns, 2, half_floats] fp32, parts in fragment order
+    contributions: torch.Tensor  # [planes, n_q, turns, floats of a tile] fp32, parts in fragment order
     reports: torch.Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes as is
 
     @staticmethod
@@ -214,7 +214,7 @@ Extra = DebugBuffers | TraceBuffers
 class Debugged(NamedTuple):
     grads: Grads
     contributions: torch.Tensor  # as in DebugBuffers; NaN past the contributors of a tile
-    dq_sum: torch.Tensor  # [planes, n_q, 2, half_floats]: what the kernel made of them
+    dq_sum: torch.Tensor  # [planes, n_q, floats of a tile]: what the kernel made of them
 
 
 @functools.lru_cache(None)
