@@ -15,7 +15,7 @@ from dash_attn.bench.ours import Ours
 from dash_attn.bench.peers import PEERS, peer
 from dash_attn.bench.record import Row, gpu_now, shape_of
 from dash_attn.bench.report import pair_of
-from dash_attn.bench.timing import Timing, peak_bytes, time_all
+from dash_attn.bench.timing import Timing, kernel_shares, peak_bytes, time_all
 from dash_attn.bench.variants import Call, Variant, reason
 from dash_attn.cpu import Gradients
 
@@ -39,7 +39,8 @@ class Settings:
 
 
 def measure(case: Case, settings: Settings) -> Row:
-    """Microseconds, memory and errors of every variant; `missing` could not run, `failed` ran and is wrong."""
+    """Microseconds, memory and errors of every variant, and which share of a call of ours is the main kernel;
+    `missing` could not run, `failed` ran and is wrong."""
     device = settings.timing.device
     row: Row = {
         "cell": case.name,
@@ -67,6 +68,8 @@ def measure(case: Case, settings: Settings) -> Row:
     row["us"] = time_all(ready, settings.timing)
     whose = ("ours", "fa4") if settings.ours.unordered else ()  # where the price is asked for
     row["pairs"] = {who: us for who in whose if (us := _alone(pair_of(row, who), ready, settings.timing))}
+    mine = [v.name for v in settings.ours.variants(case.problem) if v.name in ready]
+    row["main_share"] = {name: found[0] for name in mine if (found := kernel_shares(ready[name][0], device))}
     row["gpu"] = gpu_now(device)
     return row
 

@@ -90,6 +90,37 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "p20": p20, "p80": p80}
 
 
+def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[float]:
+    """What each kernel takes of the time of a call that is called again and again, the longest first; shares, because
+    a profiler sees other clocks than a clean run. Empty where none works."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if device.type != "cuda":
+        return []
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(calls):
+                call()
+            torch.cuda.synchronize(device)
+        spans = dict[str, list[tuple[float, float]]]()
+        for each in found.events() or ():
+            if each.device_type.name == "CUDA":
+                spans.setdefault(each.name, []).append((each.time_range.start, each.time_range.end))
+    except (RuntimeError, AttributeError):
+        return []
+    return shares_of([sorted(each) for each in spans.values()], calls)
+
+
+def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> list[float]:
+    """From the spans of each kernel in so many calls; the first call begins cold and only marks the time."""
+    once = [each for each in spans if len(each) == calls]
+    if not once or calls < 2:
+        return []
+    longest = max(once, key=lambda each: sum(end - begin for begin, end in each))
+    period = longest[-1][1] - longest[0][1]
+    return sorted((sum(end - begin for begin, end in each[1:]) / period for each in once), reverse=True)
+
+
 def peak_bytes(call: Run, device: torch.device) -> int | None:
     """Memory of a call at its peak beyond what was there before, results included; None where nothing counts it."""
     if device.type != "cuda":

@@ -14,6 +14,7 @@ def facts_of(found: Calibration) -> dict[str, Any]:
     cells = [
         {
             "cell": cell.cell,
+            "main_kernel_only": cell.main_only,
             "policies": {name: {"measured": us, "predicted": said} for name, us, said in cell.policies},
             "worst_error": cell.worst,
             "ranked": cell.ranked,
@@ -24,17 +25,26 @@ def facts_of(found: Calibration) -> dict[str, Any]:
         }
         for cell in found.cells
     ]
-    return {
-        "model": found.to_json(),
-        "predicted": found.predicted,
-        "ranked": found.ranked,
-        "strictly_ranked": found.strictly_ranked,
-        "cells": cells,
-    }
+    counts = [
+        {"predicted": part.predicted, "ranked": part.ranked, "strictly_ranked": part.strictly_ranked}
+        for part in (found.part(False), found.part(True))
+    ]
+    return {"model": found.to_json(), **counts[0], "main_kernel": counts[1], "cells": cells}
 
 
 def print_calibration(found: Calibration) -> None:
-    table = Table(title="whole calls, us: measured and predicted", title_justify="left", header_style="bold")
+    for main_only, what in ((True, "the main kernel alone"), (False, "whole calls")):
+        part = found.part(main_only)
+        if part.cells:
+            console().print(table_of(part, f"{what}, us: measured and predicted"))
+            console().print(f"{what}: {summary_of(part)}")
+    for dim, call in found.to_json().items():
+        times = ", ".join(f"{name} {value:g}" for name, value in call["machine"].items())
+        console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
+
+
+def table_of(found: Calibration, title: str) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold")
     for name in ("cell", "policies, fastest first: measured (error of the prediction)"):
         table.add_column(name)
     for name in ("worst", "ranks", "auto"):
@@ -49,14 +59,14 @@ def print_calibration(found: Calibration) -> None:
             "as measured" if cell.ranked else "[yellow]not[/]",
             "" if loss is None else f"+{loss:.1%}",
         )
-    console().print(table)
-    for dim, call in found.to_json().items():
-        times = ", ".join(f"{name} {value:g}" for name, value in call["machine"].items())
-        console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
+    return table
+
+
+def summary_of(found: Calibration) -> str:
     count, losses = len(found.cells), [c.auto_loss for c in found.cells if c.auto_loss is not None]
     errors = [c.auto_error for c in found.cells if c.auto_error is not None]
     several = sum(len(c.policies) > 1 for c in found.cells)
-    console().print(
+    return (
         f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
         f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
         f"ranked as measured in {found.ranked} of {several} ({found.strictly_ranked} if no prediction may be level); "

@@ -21,6 +21,10 @@ BUSY = 128  # chains that should be able to run at once
 FAR = 256  # queries between neighbours of a rotation: longer heads would not stay in cache
 SIDE_BY_SIDE = (128, 256)  # chains of the heads that `level` launches in turn: one or two for each worker of a GPU
 SHORT, LONG = 16, 128  # kv tiles of a head: where `level` takes fewer heads in turn, and where one fills a whole GPU
+TINY, NEAR = (
+    6,
+    8,
+)  # kv tiles of a head that hardly stays in cache, and chains of the heads that are then launched in turn
 
 Rounds = list[list[tuple[int, ...]]]
 
@@ -295,6 +299,9 @@ def _end_level(
     down, longest first, none does if they start a step apart: as they do after chains that end one by one, and where
     chains of other groups come between.
 
+    Heads of few chains come and go so fast that their tiles would leave the cache between one chain and the next: of
+    these, only a few are taken in turn before the last, if their chains are two steps apart even so.
+
     Chains over several query heads are at different heads at a time, more so the longer they run out of step: of
     these, every other few groups follow `last`, after which all begin together again, if they end at one q tile.
     """
@@ -309,6 +316,10 @@ def _end_level(
         np.array([chain for bundles in rounds for (chain,) in bundles], np.int64) for _, rounds in (order, last)
     ]
     parts = [np.flatnonzero(block == b) for b in range(int(block.max(initial=-1)) + 1)]
+    if not grouped and tiling.num_kv <= TINY and tiling.shape.m < tiling.shape.n:
+        near = -(-NEAR // max(1, tiling.num_kv))
+        cuts = [1 if is_last[part[0]] else -(-len(part) // near) for part in parts]
+        parts = [few for part, cut in zip(parts, cuts, strict=True) for few in np.array_split(part, cut)]
     launch = [(one_by_one[is_last[part[0]]][:, None] + part * tiling.num_kv).ravel() for part in parts]
     chains = np.concatenate([np.zeros(0, np.int64), *launch])
     unused = int(is_last.min(initial=1))  # a lone group is among the last

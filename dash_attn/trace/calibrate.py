@@ -167,6 +167,8 @@ def _of_results(path: Path) -> Iterator[Sample]:
             policy, _, width = name.partition(":")
             if cell is not None and policy in POLICIES and (not width or width.isdigit()):
                 yield Sample(cell, name, float(us["median"]))
+                if name in row.get("main_share", {}):
+                    yield Sample(cell, name, float(us["median"]) * row["main_share"][name], main_only=True)
 
 
 def _of_trace(path: Path) -> Iterator[Sample]:
@@ -219,13 +221,14 @@ def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
 
 @dataclass(frozen=True)
 class CellReport:
-    """One cell: (policy, measured, predicted) each, and what they say together. `files` has the policies' times in
-    each file; those of one file alone can be compared to the percent."""
+    """One cell, by whole calls or the main kernel alone: (policy, measured, predicted) each, and what they say
+    together. `files` has the policies' times in each file; those of one alone can be compared to the percent."""
 
     cell: str
     policies: tuple[tuple[str, float, float], ...]
     auto: str
     files: tuple[Mapping[str, float], ...] = ()
+    main_only: bool = False
 
     @property
     def worst(self) -> float:
@@ -277,6 +280,10 @@ class Calibration:
     calls: dict[int, Call]
     cells: tuple[CellReport, ...]
 
+    def part(self, main_only: bool) -> Calibration:
+        """Of the main kernel alone, or of whole calls."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.main_only == main_only))
+
     @property
     def predicted(self) -> int:
         return sum(abs(cell.worst) <= WITHIN for cell in self.cells)
@@ -319,8 +326,9 @@ def _report(cell: Cell, main_only: bool, found: Sequence[tuple[Sample, float]]) 
     same = [s.policy for s, _ in found if s.runs == auto.runs]
     files = sorted({file for s, _ in found for file in s.files})
     return CellReport(
-        cell.name + (" (main kernel)" if main_only else ""),
+        cell.name,
         tuple((s.policy, s.us, us) for s, us in found),
         min(same, key=lambda policy: policy != auto.policy, default=auto.policy),
         tuple({s.policy: s.files[file] for s, _ in found if file in s.files} for file in files),
+        main_only,
     )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dash_attn.api import hopper
-from dash_attn.bench.timing import sample
+from dash_attn.bench.timing import kernel_shares, sample
 from dash_attn.kernels.sm90.config import with_trace
 from dash_attn.kernels.sm90.launch import Grads, Inputs, Workspace, backward, resident_workers, trace_backward
 from dash_attn.plan import placement, plan
@@ -64,7 +63,8 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     sample([call], 2, device)
     us = {"call": statistics.median(sample([call], 1, device) for _ in range(REPEATS))}
     grads, events = trace_backward(with_trace(cfg), tables, inputs, scale=scale)
-    us |= profiled(call)
+    if found := kernel_shares(call, device):
+        us |= {"main": us["call"] * found[0], "side": us["call"] * sum(found[1:])}
     facts = {
         "problem": {name: value for name, value in asdict(problem).items() if isinstance(value, int | float | str)},
         "policy": planned.program.policy,
@@ -75,21 +75,6 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
         "same_bits": all(torch.equal(a, b) for a, b in zip(grads, into, strict=True)),
     }
     return Trace(planned.program, without_idle(placement(planned, workers)), events, facts)
-
-
-def profiled(call: Callable[[], object]) -> dict[str, float]:
-    """Microseconds of the main kernel, the longest, and of all others of a call; nothing where no profiler works."""
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
-            for _ in range(REPEATS):
-                call()
-            torch.cuda.synchronize()
-        kernels = sorted((e.device_time_total / REPEATS for e in found.key_averages()), reverse=True)
-    except (RuntimeError, AttributeError):
-        return {}
-    return {"main": kernels[0], "side": sum(kernels[1:])} if kernels and kernels[0] > 0 else {}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -338,6 +338,16 @@ def test_level_takes_heads_of_256_chains_together(tiles: int, heads: int, last: 
     assert len(set((order.launch[: 256 // tiles] // tiles).tolist())) == min(256 // tiles, last)
 
 
+def test_level_takes_few_short_heads_in_turn_before_the_last() -> None:
+    """Only where q tiles are smaller than kv tiles, and without a change of bits."""
+    heads = Problem(1, 80, 80, 4, 4, mask=CAUSAL)
+    short, even = schedule(tile(heads, TileShape(1, 2)), "level"), schedule(tile(heads, TileShape(2, 2)), "level")
+    assert short.template_of.tolist() == even.template_of.tolist() == [0] * 40 + [1] * 40
+    assert [chain // 2 for (chain,) in bundles(short)[:12]] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert [chain // 2 for (chain,) in bundles(even)[:80]] == [*range(40), *range(40)]
+    assert [chain // 2 for (chain,) in bundles(short)[80:]] == [*range(40, 80), *range(40, 80)]
+
+
 @examples(150)
 @given(st.integers(1, 24), st.integers(1, 3), st.booleans(), st.data())
 def test_level_hands_over_a_step_later_whenever_chains_start(

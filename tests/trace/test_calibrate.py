@@ -79,8 +79,15 @@ def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
     (sample,) = read_samples([tmp_path / "events.npz"])
     assert sample.us == pytest.approx(123.0) and sample.main_only and sample.cell.name == "d128 causal 1024 2x4"
     report = calibrate([sample])
-    assert report.predicted == 1 and set(report.to_json()) == {"128"}
+    assert report.part(True).predicted == 1 and not report.part(False).cells and set(report.to_json()) == {"128"}
     assert Machine(**report.to_json()["128"]["machine"]) is not None
+
+
+def test_results_may_say_what_the_main_kernel_takes(tmp_path: Path) -> None:
+    row = {"cell": "d128 full 512", "us": {"fa3": {"median": 500}}, "main_share": {"fa3": 0.8, "fa4": 0.5}}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [row]}))
+    found = {(s.policy, s.main_only): s.us for s in read_samples([tmp_path / "results.json"])}
+    assert found == pytest.approx({("fa3", False): 500, ("fa3", True): 400})
 
 
 def test_a_trace_of_the_grid_runs_at_the_clock_of_the_grid(tmp_path: Path) -> None:

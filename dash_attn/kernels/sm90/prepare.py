@@ -1,6 +1,7 @@
 """Before the main kernel: delta = rowsum(dO * O), LSE in base 2, and counters at zero.
 
-One CTA per (q tile, q head, batch). Rows past the end of the sequence get LSE = +inf, so their P is 0.
+One CTA per (q head, q tile, batch): heads first, as they lie in memory. Rows past the end of the sequence get
+LSE = +inf, so their P is 0.
 """
 
 import cuda.bindings.driver as cu
@@ -25,7 +26,7 @@ class Prepare:
         lse2, delta, _, counters = stats
         n_q = counters.shape[1]
         self.kernel(inputs, (lse2, delta, counters)).launch(
-            grid=[n_q, heads, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[heads, n_q, batch], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -33,7 +34,7 @@ class Prepare:
         cfg = self.cfg
         dout, out, lse = inputs
         lse2, delta, counters = outputs
-        tile, head, batch = cute.arch.block_idx()
+        head, tile, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
         if thread < counters.shape[2]:
@@ -45,6 +46,7 @@ class Prepare:
         rows = [first_row + i * step for i in range(passes)]
         clipped = [cutlass.min(row, seqlen - 1) for row in rows]
         at = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
+        logs = [lse[batch, head, row] * LOG2_E for row in clipped]
         pairs = [[self.load(t[batch, row, head, None], at) for t in (dout, out)] for row in clipped]
         for i in cutlass.range_constexpr(passes):
             row = rows[i]
@@ -53,9 +55,8 @@ class Prepare:
                 part = part if piece < pieces else Float32(0.0)
             total = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
             if piece == 0:
-                value = lse[batch, head, clipped[i]] * LOG2_E
                 # A row that sees no key has LSE = -inf; its P is masked to 0 and must not become inf first.
-                value = value if value != -Float32.inf else Float32(0.0)
+                value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
                 lse2[plane, row] = value if row < seqlen else Float32.inf
                 delta[plane, row] = total if row < seqlen else Float32(0.0)
 
