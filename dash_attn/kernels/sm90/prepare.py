@@ -26,7 +26,7 @@ class Prepare:
         lse2, delta, _, counters = stats
         n_q = counters.shape[1]
         self.kernel(inputs, (lse2, delta, counters)).launch(
-            grid=[heads, n_q, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[heads * n_q, batch, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
@@ -34,7 +34,8 @@ class Prepare:
         cfg = self.cfg
         dout, out, lse = inputs
         lse2, delta, counters = outputs
-        head, tile, batch = cute.arch.block_idx()
+        at, batch, _ = cute.arch.block_idx()
+        tile, head = at // dout.shape[2], at % dout.shape[2]
         thread = cute.arch.thread_idx()[0]
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
         if thread < counters.shape[2]:
@@ -45,9 +46,9 @@ class Prepare:
         # Every load is issued before the first use; rows past the end read the last row and are dropped below.
         rows = [first_row + i * step for i in range(passes)]
         clipped = [cutlass.min(row, seqlen - 1) for row in rows]
-        at = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
+        piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
         logs = [lse[batch, head, row] * LOG2_E for row in clipped]
-        pairs = [[self.load(t[batch, row, head, None], at) for t in (dout, out)] for row in clipped]
+        pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, out)] for row in clipped]
         for i in cutlass.range_constexpr(passes):
             row = rows[i]
             part = dot(*pairs[i])
