@@ -112,13 +112,13 @@ def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[floa
 
 
 def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> list[float]:
-    """From the spans of each kernel in so many calls; the first call begins cold and only marks the time."""
-    once = [each for each in spans if len(each) == calls]
+    """From the spans of each kernel in so many calls: medians, so that a host that falls behind once does not count."""
+    once = [np.array(each) for each in spans if len(each) == calls]
     if not once or calls < 2:
         return []
-    longest = max(once, key=lambda each: sum(end - begin for begin, end in each))
-    period = longest[-1][1] - longest[0][1]
-    return sorted((sum(end - begin for begin, end in each[1:]) / period for each in once), reverse=True)
+    took = [float(np.median(each[:, 1] - each[:, 0])) for each in once]
+    period = float(np.median(np.diff(once[int(np.argmax(took))][:, 1])))
+    return sorted((each / period for each in took), reverse=True)
 
 
 def peak_bytes(call: Run, device: torch.device) -> int | None:

@@ -37,7 +37,7 @@ def print_calibration(found: Calibration) -> None:
         part = found.part(main_only)
         if part.cells:
             console().print(table_of(part, f"{what}, us: measured and predicted"))
-            console().print(f"{what}: {summary_of(part)}")
+            console().print(f"{what}: {accuracy_of(part) if main_only else summary_of(part)}")
     for dim, call in found.to_json().items():
         times = ", ".join(f"{name} {value:g}" for name, value in call["machine"].items())
         console().print(f"head dim {dim}: {times}; start {call['start']:g}, finish {call['finish']:g}")
@@ -62,13 +62,20 @@ def table_of(found: Calibration, title: str) -> Table:
     return table
 
 
-def summary_of(found: Calibration) -> str:
-    count, losses = len(found.cells), [c.auto_loss for c in found.cells if c.auto_loss is not None]
+def accuracy_of(found: Calibration) -> str:
     errors = [c.auto_error for c in found.cells if c.auto_error is not None]
+    return (
+        f"within {WITHIN:.0%}: every policy in {found.predicted} of {len(found.cells)} cells, the one auto takes in "
+        f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}"
+    )
+
+
+def summary_of(found: Calibration) -> str:
+    """Of whole calls, which are timed well enough to say who is ahead."""
+    losses = [c.auto_loss for c in found.cells if c.auto_loss is not None]
     several = sum(len(c.policies) > 1 for c in found.cells)
     return (
-        f"within {WITHIN:.0%}: every policy in {found.predicted} of {count} cells, the one auto takes in "
-        f"{sum(abs(error) <= WITHIN for error in errors)} of {len(errors)}; policies more than {LEVEL:.0%} apart "
+        f"{accuracy_of(found)}; policies more than {LEVEL:.0%} apart "
         f"ranked as measured in {found.ranked} of {several} ({found.strictly_ranked} if no prediction may be level); "
         f"auto within {LEVEL:.0%} of the best measured in {sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
         f"and what the model would take in {sum(c.choice == c.auto for c in found.cells)}"

@@ -132,8 +132,8 @@ class Call:
 # Where a fit begins, per head dim: near the H200 it was made with, because a makespan as a function of these times has
 # many valleys. Split turns (head dim 64) keep both writers busy with halves of the same tile.
 BEGIN = {
-    128: Call(Machine(2.126, 1.169, 1.411, 0.171, 0.0, 0.022, store=1.0, fetch=0.15), 98.0, 16.4),
-    64: Call(Machine(2.524, 1.692, 0.094, 0.07, 0.0, 0.012, writers=1, store=1.033, fetch=1.232), 103.2, 27.1),
+    128: Call(Machine(2.05, 1.5, 1.2, 3.0, 0.0, 0.01, store=1.0, fetch=0.12), 48.0, 10.0),
+    64: Call(Machine(2.35, 1.8, 0.06, 1.3, 0.0, 0.01, writers=1, store=1.8, fetch=1.1), 50.0, 43.0),
 }
 
 

@@ -175,9 +175,9 @@ def test_interleaved_samples_go_round_the_inputs(monkeypatch: pytest.MonkeyPatch
 
 
 def test_shares_of_kernels() -> None:
-    """Per call 10 us of one, 3 of another, 20 in all; the first call is not counted, nor what does not run in each."""
+    """Per call 10 us of one, 3 of another, 20 in all; a late call does not count, nor what does not run in each."""
     main = [(20.0 * i, 20.0 * i + 10) for i in range(5)]
-    main[0] = (-100.0, 10.0)
+    main[0] = (-100.0, -80.0)
     side = [(20.0 * i + 12, 20.0 * i + 15) for i in range(5)]
     assert timing.shares_of([side, main, [(0.0, 1000.0)]], 5) == pytest.approx([0.5, 0.15])
     assert timing.shares_of([], 5) == [] and timing.shares_of([[(0.0, 1.0)]], 1) == []
