@@ -20,8 +20,8 @@ from dash_attn.cpu import Operands
 from dash_attn.plan import placement, plan
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences, build, load, save
-from dash_attn.schedule import choose, parse, schedule
-from dash_attn.tiling import TileShape, tile
+from dash_attn.schedule import POLICIES, choose, parse, schedule
+from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
 
 WORKERS = 132  # SMs of the GPUs that programs are prepared for
@@ -29,7 +29,6 @@ USUAL = {
     "full": ("auto", "shift:64", "descending", "spt", "fa3", "search:64"),
     "causal": ("auto", "symmetric_shift:64", "diagonal:64", "spt", "descending", "fa3", "search:64"),
 }
-ONLY = {"shift": "full", "symmetric_shift": "causal", "diagonal": "causal", "level": "causal", "fold": "causal"}
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Ours:
 
     def orders(self, problem: Problem) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
-        mask = "causal" if problem.mask.is_causal else "full"
-        asked = [order for order in self.policies if ONLY.get(parse(order).policy, mask) == mask]
-        named = asked or list(USUAL[mask][:1] if self.policies else USUAL[mask])
+        tiling, usual = tiling_of(problem), USUAL["causal" if problem.mask.is_causal else "full"]
+        asked = [o for o in self.policies if (rule := POLICIES.get(parse(o).policy)) is None or rule.applies(tiling)]
+        named = asked or list(usual[:1] if self.policies else usual)
         return list(dict.fromkeys(chosen(problem) if order == "auto" else order for order in named))
 
     def variants(self, problem: Problem) -> list[Variant]:
@@ -115,11 +114,15 @@ class Ours:
         return len(self.orders(problem))
 
 
+def tiling_of(problem: Problem) -> Tiling:
+    """The tiles that the backend for its dtype cuts it into."""
+    on_gpu = problem.dtype in hopper.DTYPES
+    return tile(problem, hopper.HopperBackend().tile_shape(problem) if on_gpu else cpu.tile_shape(problem))
+
+
 def chosen(problem: Problem) -> str:
     """What `auto` means for a problem, by its own name."""
-    on_gpu = problem.dtype in hopper.DTYPES
-    shape = hopper.HopperBackend().tile_shape(problem) if on_gpu else cpu.tile_shape(problem)
-    return str(choose(tile(problem, shape)))
+    return str(choose(tiling_of(problem)))
 
 
 def _named(order: str, config: Mapping[str, Any]) -> str:

@@ -27,7 +27,8 @@ class Claim:
 
 
 def page(results: Mapping[str, Result], pictures: str) -> str:
-    """Markdown of every claim that some result speaks to; `pictures` is the folder that `plot` drew into."""
+    """Markdown of every claim that some result speaks to, each suite's files gathered into one; `pictures` is the folder
+    that `plot` drew into."""
     parts = [
         "# The paper, measured again\n\nWritten by `dash-attn paper` from the files of `dash-attn bench`. The paper "
         "measured on H800 GPUs against FlashAttention-3's deterministic mode; here the peers are those of today, and "
@@ -44,12 +45,11 @@ def page(results: Mapping[str, Result], pictures: str) -> str:
                 env.get("gpu") or env.get("device"),
                 f"torch {env.get('torch')}",
                 env.get("date"),
-                *(result.get("notes") or [env.get("note")]),
+                *result["notes"],
             )
             if x
         )
-        commands = result.get("commands") or [f"dash-attn bench --suite {claim.suite}"]
-        again = "\n".join(f"$ {command}" for command in commands)
+        again = "\n".join(f"$ {command}" for command in result["commands"])
         said = claim.say(list(result["rows"])) or ["The result has no rows for it."]
         parts.append(
             f"## {claim.title}\n\n"

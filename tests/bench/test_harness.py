@@ -150,11 +150,14 @@ def test_only_deterministic_variants_if_asked() -> None:
 
 
 def test_orders_follow_the_mask() -> None:
-    full = Problem(16, 16, 16, 1024, 1024)
+    full, causal = Problem(16, 16, 16, 1024, 1024), Problem(16, 16, 16, 1024, 1024, mask=CAUSAL)
     assert Ours().orders(full)[0] == "shift:8" and Ours().orders(TINY.problem)[0].startswith("s")
     assert Ours(("auto",)).orders(full) == ["shift:8"]
     both = Ours(("shift:64", "symmetric_shift:64", "fa3"))
-    assert both.orders(full) == ["shift:64", "fa3"] and both.orders(TINY.problem) == ["symmetric_shift:64", "fa3"]
+    assert both.orders(full) == ["shift:64", "fa3"] and both.orders(causal) == ["symmetric_shift:64", "fa3"]
+    assert both.orders(TINY.problem) == ["shift:64", "symmetric_shift:64", "fa3"], (
+        "one tile is whole, whatever its mask"
+    )
 
 
 def test_programs_are_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

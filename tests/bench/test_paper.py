@@ -15,7 +15,8 @@ def row(cell: str, us: dict[str, float], **more: Any) -> dict[str, Any]:
 
 
 def result(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"environment": {"gpu": "Some GPU", "torch": "2.0", "date": "2026-01-01"}, "rows": list(rows)}
+    env = {"gpu": "Some GPU", "torch": "2.0", "date": "2026-01-01"}
+    return {"environment": env, "commands": ["dash-attn bench --some"], "notes": ["half of it"], "rows": list(rows)}
 
 
 def test_every_claim_has_its_sentences() -> None:
@@ -57,6 +58,6 @@ def test_symmetric_shift_is_told_beside_the_order_of_auto() -> None:
     us = {"level": 50.0, "symmetric_shift:8": 90.0, "symmetric_shift:64": 60.0, "fa3": 120.0}
     other = {"symmetric_shift:128 finish=last": 1.0}  # another kernel, whose name no width can be read from
     made = {**row("d128 causal 512", us | other), "default": "level"}
-    text = page({"grid": {**result(made), "environment": {"gpu": "Some GPU", "note": "half of it"}}}, "x")
+    text = page({"grid": result(made)}, "x")
     assert "Symmetric shift against the paper's baseline order: 2.00x" in text
-    assert "The order that `auto` takes: 2.40x" in text and "half of it" in text
+    assert "The order that `auto` takes: 2.40x" in text and "half of it" in text and "$ dash-attn bench --some" in text
