@@ -27,8 +27,8 @@ class Claim:
 
 
 def page(results: Mapping[str, Result], pictures: str) -> str:
-    """Markdown of every claim that some result speaks to, each suite's files gathered into one; `pictures` is the folder
-    that `plot` drew into."""
+    """Markdown of every claim that some result speaks to, the files of each suite gathered into one; `pictures` is the
+    folder that `plot` drew into."""
     parts = [
         "# The paper, measured again\n\nWritten by `dash-attn paper` from the files of `dash-attn bench`. The paper "
         "measured on H800 GPUs against FlashAttention-3's deterministic mode; here the peers are those of today, and "
