@@ -19,6 +19,7 @@ from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+MOST_BATCHES = 32767  # a launch has two CTAs for each in a dimension of at most 65,535
 
 
 class HopperBackend:
@@ -101,6 +102,11 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
         raise NotImplementedError(
             f"q has head dim {problem.dim}: on GPUs dash_attn takes multiples of 8 up to {max(HEAD_DIMS)}; "
             + (pad if problem.dim < max(HEAD_DIMS) else "use torch's scaled_dot_product_attention there")
+        )
+    if problem.batch > MOST_BATCHES:
+        raise NotImplementedError(
+            f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
+            "batch, or the sequences packed, with cu_seqlens_q and cu_seqlens_k"
         )
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
     return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)

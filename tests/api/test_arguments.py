@@ -193,6 +193,12 @@ def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> No
         HopperBackend().tile_shape(Problem(1, 1, 1, 8, 8, dim, dtype))
 
 
+def test_more_sequences_than_a_launch_takes_are_refused() -> None:
+    HopperBackend().tile_shape(Problem(32767, 1, 1, 8, 8, 64, "bfloat16"))
+    with pytest.raises(NotImplementedError, match="batch size 32768.*up to 32767; give it parts"):
+        HopperBackend().tile_shape(Problem(32768, 1, 1, 8, 8, 64, "bfloat16"))
+
+
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu128", "1.13.1"])
 def test_a_torch_too_old_is_named(version: str) -> None:
     assert f"torch {version} is too old" in message_of(check_torch, {"version": version}, NotImplementedError)
