@@ -195,7 +195,7 @@ def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> No
 
 def test_more_sequences_than_a_launch_takes_are_refused() -> None:
     HopperBackend().tile_shape(Problem(32767, 1, 1, 8, 8, 64, "bfloat16"))
-    with pytest.raises(NotImplementedError, match="batch size 32768.*up to 32767; give it parts"):
+    with pytest.raises(NotImplementedError, match=r"batch size 32768.*up to 32767; give it parts"):
         HopperBackend().tile_shape(Problem(32768, 1, 1, 8, 8, 64, "bfloat16"))
 
 
