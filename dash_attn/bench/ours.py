@@ -45,7 +45,7 @@ class Ours:
         tiling, usual = tiling_of(problem), USUAL["causal" if problem.mask.is_causal else "full"]
         asked = [o for o in self.policies if (rule := POLICIES.get(parse(o).policy)) is None or rule.applies(tiling)]
         named = asked or list(usual[:1] if self.policies else usual)
-        return list(dict.fromkeys(chosen(problem) if order == "auto" else order for order in named))
+        return list(dict.fromkeys(str(choose(tiling)) if order == "auto" else order for order in named))
 
     def variants(self, problem: Problem) -> list[Variant]:
         """A variant for each order and config, and one without order, in the launch order of the first."""

@@ -21,10 +21,7 @@ BUSY = 128  # chains that should be able to run at once
 FAR = 256  # queries between neighbours of a rotation: longer heads would not stay in cache
 SIDE_BY_SIDE = (128, 256)  # chains of the heads that `level` launches in turn: one or two for each worker of a GPU
 SHORT, LONG = 16, 128  # kv tiles of a head: where `level` takes fewer heads in turn, and where one fills a whole GPU
-TINY, NEAR = (
-    6,
-    8,
-)  # kv tiles of a head that hardly stays in cache, and chains of the heads that are then launched in turn
+TINY, NEAR = 6, 8  # kv tiles of a head that hardly stays in cache, and chains of the heads it then takes in turn
 
 Rounds = list[list[tuple[int, ...]]]
 
