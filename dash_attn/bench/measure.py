@@ -68,8 +68,8 @@ def measure(case: Case, settings: Settings) -> Row:
     row["us"] = time_all(ready, settings.timing)
     whose = ("ours", "fa4") if settings.ours.unordered else ()  # where the price is asked for
     row["pairs"] = {who: us for who in whose if (us := _alone(pair_of(row, who), ready, settings.timing))}
-    mine = [v.name for v in settings.ours.variants(case.problem) if v.name in ready]
-    row["main_share"] = {name: found[0] for name in mine if (found := kernel_shares(ready[name][0], device))}
+    mine = {name: calls for name, calls in ready.items() if name not in PEERS}
+    row["main_share"] = {name: found[0] for name, calls in mine.items() if (found := kernel_shares(calls[0], device))}
     row["gpu"] = gpu_now(device)
     return row
 

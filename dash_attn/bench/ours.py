@@ -20,7 +20,7 @@ from dash_attn.cpu import Operands
 from dash_attn.plan import placement, plan
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences, build, load, save
-from dash_attn.schedule import POLICIES, choose, parse, schedule
+from dash_attn.schedule import POLICIES, applicable, choose, parse, schedule
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
 
@@ -43,7 +43,8 @@ class Ours:
     def orders(self, problem: Problem) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
         tiling, usual = tiling_of(problem), USUAL["causal" if problem.mask.is_causal else "full"]
-        asked = [o for o in self.policies if (rule := POLICIES.get(parse(o).policy)) is None or rule.applies(tiling)]
+        barred = POLICIES.keys() - applicable(tiling)
+        asked = [order for order in self.policies if parse(order).policy not in barred]
         named = asked or list(usual[:1] if self.policies else usual)
         return list(dict.fromkeys(str(choose(tiling)) if order == "auto" else order for order in named))
 

@@ -75,8 +75,8 @@ def summary_of(found: Calibration) -> str:
     losses = [c.auto_loss for c in found.cells if c.auto_loss is not None]
     several = sum(len(c.policies) > 1 for c in found.cells)
     return (
-        f"{accuracy_of(found)}; policies more than {LEVEL:.0%} apart "
-        f"ranked as measured in {found.ranked} of {several} ({found.strictly_ranked} if no prediction may be level); "
+        f"{accuracy_of(found)}; policies more than {LEVEL:.0%} apart ranked as measured in {found.ranked} of {several} "
+        f"({found.strictly_ranked} if no prediction may be level); "
         f"auto within {LEVEL:.0%} of the best measured in {sum(loss <= LEVEL for loss in losses)} of {len(losses)}, "
         f"and what the model would take in {sum(c.choice == c.auto for c in found.cells)}"
     )

@@ -155,9 +155,7 @@ def test_orders_follow_the_mask() -> None:
     assert Ours(("auto",)).orders(full) == ["shift:8"]
     both = Ours(("shift:64", "symmetric_shift:64", "fa3"))
     assert both.orders(full) == ["shift:64", "fa3"] and both.orders(causal) == ["symmetric_shift:64", "fa3"]
-    assert both.orders(TINY.problem) == ["shift:64", "symmetric_shift:64", "fa3"], (
-        "one tile is whole, whatever its mask"
-    )
+    assert both.orders(TINY.problem) == ["shift:64", "symmetric_shift:64", "fa3"], "one tile is whole"
 
 
 def test_programs_are_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

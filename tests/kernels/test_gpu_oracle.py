@@ -50,9 +50,8 @@ def rows_of(cfg: KernelConfig, parts: np.ndarray) -> np.ndarray:
     128 rows each warpgroup has 64; of 64 the second has the columns behind those of the first.
     """
     planes, n_q = parts.shape[:2]
-    pieces = parts.reshape(
-        planes, n_q, cfg.tile_m // 64, -1, 4, 8, 4, 2, 2
-    )  # rows, piece, warp, row, quad, eight, column
+    # 64 rows each, piece, warp, row, quad, eight, column
+    pieces = parts.reshape(planes, n_q, cfg.tile_m // 64, -1, 4, 8, 4, 2, 2)
     return pieces.transpose(0, 1, 2, 4, 7, 5, 3, 6, 8).reshape(planes, n_q * cfg.tile_m, cfg.columns)
 
 
