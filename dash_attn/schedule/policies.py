@@ -17,7 +17,7 @@ from dash_attn.tiling import Tiling
 DEFAULT_WIDTH = 128
 AUTO_WIDTH = 64
 NARROW_WIDTH = 32
-BUSY = 128  # chains that should be able to run at once
+BUSY = 128  # chains, or pairs, that should be able to run at once
 FAR = 256  # queries between neighbours of a rotation: longer heads would not stay in cache
 SIDE_BY_SIDE = (128, 256)  # chains of the heads that `level` launches in turn: one or two for each worker of a GPU
 SHORT, LONG = 16, 128  # kv tiles of a head: where `level` takes fewer heads in turn, and where one fills a whole GPU
@@ -281,7 +281,7 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
     template, rounds = rule.build(tiling, int(width))
     if rule.last is not None:
         return _end_level(tiling, choice, rule.place, (template, rounds), rule.last(tiling, int(width)))
-    launch, bundle_first = every_group(tiling, rounds)
+    launch, bundle_first = every_group(tiling, rounds, BUSY if rule.windowed else None)
     same = np.zeros(tiling.problem.groups, np.int64)
     return Schedule(tiling, choice, (template,), same, launch, bundle_first, rule.place)
 

@@ -57,17 +57,19 @@ class Schedule:
     place: PlaceRule
 
 
-def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]]) -> tuple[Ints, Ints]:
+def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], at_once: int | None = None) -> tuple[Ints, Ints]:
     """Launch the same bundles in every group: round by round, and inside a round group by group.
 
-    Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a
-    round of all groups before the next lets the windows that share the GPU belong to different heads.
+    Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a round of
+    many groups before the next lets the windows that share the GPU belong to different heads. Many are as many as
+    have `at_once` bundles in a round, else all: more would leave the cache between one round and the next.
     """
+    rounds = [bundles for bundles in rounds if bundles]
     groups = tiling.problem.groups
-    base = np.arange(groups)[:, None] * tiling.num_kv
-    launch = [(base + [chain for bundle in bundles for chain in bundle]).ravel() for bundles in rounds if bundles]
-    sizes = [np.tile([len(b) for b in bundles], groups) for bundles in rounds if bundles]
-    return (
-        np.concatenate([np.zeros(0, np.int64), *launch]).astype(np.int64),
-        np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]))]).astype(np.int64),
-    )
+    many = -(-(at_once or 0) // max(1, min(map(len, rounds), default=0))) or groups
+    launch, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for part in np.array_split(np.arange(groups), max(1, groups // max(1, many))):
+        for bundles in rounds:
+            launch.append((part[:, None] * tiling.num_kv + [chain for bundle in bundles for chain in bundle]).ravel())
+            sizes.append(np.tile([len(bundle) for bundle in bundles], len(part)))
+    return np.concatenate(launch).astype(np.int64), np.cumsum(np.concatenate(sizes)).astype(np.int64)

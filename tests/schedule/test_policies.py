@@ -289,6 +289,22 @@ def test_shift_gives_every_handover_all_the_slack(num_q: int, num_kv: int, group
     assert max(sizes) - min(sizes) <= 1 and max(sizes) <= width
 
 
+@pytest.mark.parametrize(("name", "n", "width"), [("shift", 4, 2), ("shift", 6, 2), ("symmetric_shift", 8, 2)])
+@pytest.mark.parametrize("heads", [1, 63, 64, 127, 128, 150])
+def test_windows_are_launched_a_few_heads_at_a_time(name: str, n: int, width: int, heads: int) -> None:
+    """A head's windows follow each other while its tiles are in cache: after as many bundles as fill a GPU."""
+    mask = CAUSAL if name == "symmetric_shift" else FULL
+    order = schedule(square(n, mask, heads_kv=heads), Choice(name, width))
+    tasks = bundles(order)
+    rounds = [list(each) for _, each in groupby(tasks, key=lambda bundle: bundle[0] % n // width)]
+    busy = 128 if heads >= 64 else heads * width
+    assert all(busy <= len(each) < busy + max(width, 128) for each in rounds)
+    many = len(tasks) // heads // width  # windows of a head
+    for block in (rounds[at : at + many] for at in range(0, len(rounds), many)):
+        assert len({frozenset(bundle[0] // n for bundle in each) for each in block}) == 1, "the same heads"
+    assert verify(build(order), 132).co_resident <= width
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 9, 15, 16, 31])
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
