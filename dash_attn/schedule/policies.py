@@ -37,6 +37,7 @@ class Policy:
     applies: Callable[[Tiling], bool] = lambda tiling: True
     needs: str = "any mask"
     windowed: bool = False
+    rotates: bool = False  # bundles are of one length: windows of a head can follow each other while it is in cache
     last: Callable[[Tiling, int], tuple[Template, Rounds]] | None = None
 
 
@@ -183,6 +184,7 @@ POLICIES: dict[str, Policy] = {
         applies=lambda t: t.is_rectangle,
         needs="a mask without empty tiles (full)",
         windowed=True,
+        rotates=True,
     ),
     "symmetric_shift": Policy(
         _symmetric_shift,
@@ -190,6 +192,7 @@ POLICIES: dict[str, Policy] = {
         applies=_is_causal,
         needs=TRIANGLE,
         windowed=True,
+        rotates=True,
     ),
     "diagonal": Policy(
         _diagonal,
@@ -281,7 +284,7 @@ def schedule(tiling: Tiling, policy: str | Choice = "auto") -> Schedule:
     template, rounds = rule.build(tiling, int(width))
     if rule.last is not None:
         return _end_level(tiling, choice, rule.place, (template, rounds), rule.last(tiling, int(width)))
-    launch, bundle_first = every_group(tiling, rounds, BUSY if rule.windowed else None)
+    launch, bundle_first = every_group(tiling, rounds, BUSY if rule.rotates else None)
     same = np.zeros(tiling.problem.groups, np.int64)
     return Schedule(tiling, choice, (template,), same, launch, bundle_first, rule.place)
 

@@ -70,6 +70,7 @@ def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], at_once: in
     launch, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
     for part in np.array_split(np.arange(groups), max(1, groups // max(1, many))):
         for bundles in rounds:
-            launch.append((part[:, None] * tiling.num_kv + [chain for bundle in bundles for chain in bundle]).ravel())
-            sizes.append(np.tile([len(bundle) for bundle in bundles], len(part)))
-    return np.concatenate(launch).astype(np.int64), np.cumsum(np.concatenate(sizes)).astype(np.int64)
+            chains = np.array([chain for bundle in bundles for chain in bundle], np.int64)
+            launch.append((part[:, None] * tiling.num_kv + chains).ravel())
+            sizes.append(np.tile(np.array([len(bundle) for bundle in bundles], np.int64), len(part)))
+    return np.concatenate(launch), np.cumsum(np.concatenate(sizes))

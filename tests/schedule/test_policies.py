@@ -305,6 +305,14 @@ def test_windows_are_launched_a_few_heads_at_a_time(name: str, n: int, width: in
     assert verify(build(order), 132).co_resident <= width
 
 
+@pytest.mark.parametrize("name", ["diagonal", "search"])
+def test_windows_of_unequal_chains_are_launched_in_all_heads_first(name: str) -> None:
+    """The short chains of one window would not give the long ones of the next time to get ahead."""
+    order = schedule(square(8, CAUSAL, heads_kv=150), Choice(name, 4))
+    assert np.all(np.diff(order.launch.reshape(-1, 4) // 8 % 150).max(axis=1) == 0), "window by window"
+    assert [len(set(part.tolist())) for part in (order.launch // 8).reshape(2, -1)] == [150, 150]
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 9, 15, 16, 31])
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
