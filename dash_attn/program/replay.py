@@ -7,6 +7,7 @@ each has the same times: no event queue, one pass, linear cost. Checking and sim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from dash_attn.program.program import Program, Table
 Floats = npt.NDArray[np.float64]
 
 FINISHED, STUCK, PASSED = 0, 1, 2
-TIMES = ("compute", "partial", "reduce", "handoff", "prologue", "epilogue", "store", "fetch")
+TIMES = ("compute", "partial", "reduce", "handoff", "prologue", "epilogue", "store", "fetch", "first")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class Costs:
     writers: int = 1
     store: float = 0.0  # not 0: a chain's end takes a buffer too, and a writer for so long
     fetch: float = 0.0  # not 0: the last contributor of a tile takes the sum in, this long after its turn has come
+    first: float = 1.0  # the first contribution of a tile is stored, not added: this share of `reduce`
+    jitter: float = 0.0  # tasks are not equally long: standard deviation, as a share of compute
+
+    def paces(self, tasks: int) -> Floats:
+        """How long each task computes, beside the mean."""
+        return 1 + self.jitter * _unlike(tasks) if self.jitter else np.ones(tasks)
+
+
+@lru_cache(maxsize=4)
+def _unlike(tasks: int) -> Floats:
+    """Mean 0, standard deviation 1. RandomState gives the same numbers for ever."""
+    return np.random.RandomState(0).uniform(-(3**0.5), 3**0.5, tasks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +87,7 @@ def replay(
         (program.chains, program.runs, program.target_base, program.task_first, program.contributors),
         (sequences.first, sequences.chains),
         (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
-        costs and (numbers, costs.depth, costs.writers),
+        costs and (numbers, costs.depth, costs.writers, costs.paces(program.num_tasks)),
         times,
     )
     return Replay(status, needed, seat, standing, totals, times)
@@ -94,7 +107,8 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
     totals = np.zeros((0 if costs is None else total, 4))
     if costs is not None:
-        (compute, partial_cost, reduce, handoff, prologue, epilogue, store, fetch), depth, writers = costs
+        times_of, depth, writers, paces = costs
+        compute, partial_cost, reduce, handoff, prologue, epilogue, store, fetch, stored = times_of
         record = times.shape[1] > 0
         released = np.zeros(num_targets)  # when the last contribution so far was handed over
         paused = np.zeros(total, np.int64)  # where a sequence stands, as a task number
@@ -145,7 +159,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                 first = base[c] + runs[j, 0] * num_q + runs[j, 1]
                 step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
                 if costs is not None:
-                    cost = compute + partial_cost if runs[j, 6] != 0 else compute
+                    masking = partial_cost if runs[j, 6] != 0 else 0.0
                 while o < count:
                     target = first + step * o
                     turn = turn0 + turn_step * o
@@ -163,12 +177,13 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                         break
                     if costs is not None:
                         begin = t
-                        stop = begin + cost
+                        own = compute * paces[task] + masking
+                        stop = begin + own
                         writer_ready = stop
                         if depth == 0:
                             grant = max(stop, released[target])
                             landed = grant + reduce
-                            totals[s, 1] += cost + reduce
+                            totals[s, 1] += own + reduce
                             totals[s, 2] += grant - stop
                             t = landed
                         else:
@@ -181,8 +196,8 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                                 stop += blocked
                             writer_ready = max(stop, writer_free[s, done % writers])
                             grant = max(writer_ready, released[target])
-                            landed = grant + reduce
-                            totals[s, 1] += cost
+                            landed = grant + (reduce * stored if turn == 0 else reduce)
+                            totals[s, 1] += own
                             totals[s, 2] += grant - writer_ready
                             slot_free[s, done % depth] = landed
                             writer_free[s, done % writers] = landed
@@ -193,7 +208,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                         if record:
                             times[0, task], times[1, task], times[2, task] = begin, stop, writer_ready
                             times[3, task], times[4, task] = grant, landed
-                            task += 1
+                        task += 1
                     counter[target] = turn + 1
                     o += 1
                     w, before = waiter[target], -1

@@ -31,6 +31,8 @@ class Machine:
     flag hand-over 0.58 us; prologue and epilogue of a chain about 5 us together; two writers, two buffers.
     `partial` is what the mask adds to a task. `store`: dV of a chain takes a buffer as well, and a writer for so long;
     `fetch`: the last contributor of a dQ tile takes the sum in, so long after its turn, and finishes it. 0: not so.
+    `first`: a first contribution is stored, in this share of `reduce`. `jitter`: tasks are not equally long (standard
+    deviation, as a share of `compute`); which ones are longer is the same each time.
     """
 
     compute: float = 2.0
@@ -43,6 +45,8 @@ class Machine:
     writers: int = 2
     store: float = 0.0
     fetch: float = 0.0
+    first: float = 1.0
+    jitter: float = 0.0
 
     unit = "us"
     name = "machine"
@@ -51,6 +55,8 @@ class Machine:
         for name in ("depth", "writers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.jitter <= 0.5:
+            raise ValueError(f"jitter must be between 0 and 0.5, got {self.jitter}: tasks would take no time or less")
 
     @staticmethod
     def h200(dim: int = 128, last_finishes: bool = False) -> Machine:

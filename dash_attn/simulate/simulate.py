@@ -93,18 +93,17 @@ def simulate(
 def lower_bounds(program: Program, workers: int, model: Model) -> dict[str, float]:
     """No order is faster than the work spread evenly, the longest chain, or the longest reduction."""
     costs = model.costs()
-    own = costs.compute + (costs.reduce if costs.depth == 0 else 0.0)
+    paces = costs.paces(program.num_tasks)
+    until = np.concatenate([[0.0], np.cumsum(paces)])[program.task_first]
     edges = costs.prologue + costs.epilogue
-    lengths = np.diff(program.task_first)
-    masked = program.partial_per_chain
-    work = own * program.num_tasks + costs.partial * float(masked.sum()) + edges * len(lengths)
-    chains = own * lengths + costs.partial * masked + edges
+    chains = costs.compute * np.diff(until) + costs.partial * program.partial_per_chain + edges
+    if costs.depth == 0:
+        chains += costs.reduce * np.diff(program.task_first)
     deepest = int(program.contributors.max(initial=0))
-    reduction = (
-        costs.prologue + costs.compute + deepest * (costs.reduce + costs.handoff) - costs.handoff if deepest else 0.0
-    )
+    adds = (deepest - 1 + costs.first) * costs.reduce + (deepest - 1) * costs.handoff
+    reduction = costs.prologue + costs.compute * float(paces.min(initial=1.0)) + adds if deepest else 0.0
     return {
-        "work / workers": work / workers,
+        "work / workers": float(chains.sum()) / workers,
         "longest chain": float(chains.max(initial=0.0)),
         "longest reduction": reduction,
     }

@@ -14,7 +14,10 @@ def fit_trace(found: Measured) -> Machine:
     tasks, task, chain = program.expand(), found.task, found.chain
     own = found.pitch() - found.blocked
     compute = median(own[~tasks.partial], base.compute)
-    granted = found.granted
+    add = task["landed"] - found.granted
+    reduce = median(add[(tasks.turn > 0) & ~found.takes_sum], base.reduce)
+    alike = (found.blocked == 0) & ~tasks.partial
+    alike[program.task_first[1:] - 1] = False  # the last of a chain ends without a next one
     # A hand-over shows where the writer of the next contribution had nothing else to do and watched for it.
     order = np.lexsort((tasks.turn, tasks.target))
     before, after = order[:-1], order[1:]
@@ -31,7 +34,7 @@ def fit_trace(found: Measured) -> Machine:
     inner[found.trace.placement.first[:-1]] = False  # a worker's first chain has start-up in it
     return Machine(
         compute=compute,
-        reduce=median(task["landed"] - granted, base.reduce),
+        reduce=reduce,
         handoff=median(handoff, base.handoff),
         prologue=median((begin[1:] - since)[inner[1:]], base.prologue),
         epilogue=median(chain["staged"] - chain["begun"] - found.chain_blocked, base.epilogue),
@@ -39,6 +42,8 @@ def fit_trace(found: Measured) -> Machine:
         writers=1 if found.split else base.writers,
         store=median(chain["landed"] - chain["staged"], base.store),
         fetch=median((task["slot"] - task["turn"])[fetched], base.fetch),
+        first=round(median(add[tasks.turn == 0], reduce) / reduce, 3) if reduce else base.first,
+        jitter=min(0.5, round(float(np.std(own[alike])) / compute, 3)) if alike.any() else base.jitter,
     )
 
 

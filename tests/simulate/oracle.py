@@ -118,7 +118,7 @@ def _step(
             return True
         if writer.until is None and writer.inbox and gate.get(writer.inbox[0].target, 0) == writer.inbox[0].turn:
             writer.inbox[0].times.append(now)
-            writer.until = now + int(costs.reduce)
+            writer.until = now + int(costs.reduce) * (int(costs.first) if writer.inbox[0].turn == 0 else 1)
             return True
     if not worker.script or (costs.depth == 0 and any(worker.in_buffers)):
         return False

@@ -20,7 +20,10 @@ from tests.strategies import examples, programs
 
 small = st.integers(0, 4)
 papers = st.builds(Paper, small, small)
-machines = st.builds(Machine, small, small, small, small, small, small, st.integers(1, 3), st.integers(1, 3))
+machines = st.builds(
+    Machine, small, small, small, small, small, small, st.integers(1, 3), st.integers(1, 3), first=st.integers(0, 2)
+)
+uneven = st.builds(dataclasses.replace, machines, jitter=st.floats(0, 0.5))
 models: st.SearchStrategy[Model] = papers | machines
 
 
@@ -46,7 +49,7 @@ def test_simulation_is_what_a_clock_shows(run: tuple[Program, int], model: Model
 
 
 @examples(200)
-@given(runs(), models)
+@given(runs(), models | uneven)
 def test_no_program_beats_the_lower_bound(run: tuple[Program, int], model: Model) -> None:
     program, workers = run
     result = simulate(program, workers, model)
@@ -100,7 +103,9 @@ def test_time_has_no_unit(run: tuple[Program, int], model: Model, factor: int) -
     """All durations times `factor`: everything takes `factor` times as long."""
     program, workers = run
     durations = {
-        f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.name not in ("depth", "writers")
+        f.name: getattr(model, f.name)
+        for f in dataclasses.fields(model)
+        if f.name not in ("depth", "writers", "first", "jitter")
     }
     scaled = dataclasses.replace(model, **{name: factor * value for name, value in durations.items()})
     assert simulate(program, workers, scaled).makespan == factor * simulate(program, workers, model).makespan
@@ -162,6 +167,20 @@ def test_the_last_contributor_takes_the_sum_in() -> None:
     np.testing.assert_array_equal(result.outcome.times[1], [4, 8, 9, 13])
     np.testing.assert_array_equal(result.outcome.times[-1], [6, 10, 11, 15])
     assert result.blocked == 5
+
+
+def test_tasks_that_are_not_equally_long() -> None:
+    """As long on the whole, and each as long as the last time."""
+    program = build(schedule(tile(Problem(1, 8, 8, 512, 1), TileShape(1, 1)), "fa3"))  # nobody waits
+    model = Machine(2, 0, 0, 0, 0, 0, jitter=0.1)
+    found = simulate(program, 8, model)
+    begin, end = found.outcome.times[:2]
+    assert np.mean(end - begin) == pytest.approx(2, rel=0.01) and np.std(end - begin) == pytest.approx(0.2, rel=0.02)
+    assert found.busy == pytest.approx((end - begin).sum())
+    assert found.makespan == simulate(program, 8, model).makespan == pytest.approx(found.lower_bound)
+    assert model.costs().paces(2) == pytest.approx([1.01691, 1.07454], abs=1e-5), "for ever"
+    with pytest.raises(ValueError, match="jitter must be between 0 and"):
+        Machine(jitter=0.6)
 
 
 def test_the_fitted_machine() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from importlib.resources import files as files_of
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from dash_attn.bench.ours import USUAL
 from dash_attn.program import build
 from dash_attn.schedule import choose, schedule
 from dash_attn.simulate import Machine, simulate
-from dash_attn.trace.calibrate import BEGIN, WORKERS, Call, Cell, CellReport, Sample, calibrate, fit, read_samples
+from dash_attn.trace.calibrate import BEGIN, WORKERS, Call, Cell, CellReport, Sample, calibrate, fit, hold, read_samples
 from dash_attn.trace.fit import fit_trace
 from dash_attn.trace.measured import measured
 from dash_attn.trace.record import save_trace
 from tests.trace.synthetic import HAND_OVER, program_of, synthetic
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 POLICIES = {"full": ("shift:64", "fa3"), "causal": ("symmetric_shift:64", "spt", "descending")}
 
 
@@ -135,6 +137,22 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
     taken = makespan(str(choose(cell.tiling())))
     best = min(USUAL[mask], key=makespan)
     assert taken <= 1.02 * makespan(best), best
+
+
+def test_the_fit_that_ships_beside_the_measurements() -> None:
+    """What docs/trace.md says of it, by the files that it names."""
+    files = [RESULTS / "grid_h200_2026-11-15.json", *sorted((RESULTS / "again").glob("*.json"))]
+    fitted = json.loads(files_of("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
+    calls = {int(dim): Call(Machine(**each["machine"]), each["start"], each["finish"]) for dim, each in fitted.items()}
+    found = hold(calls, read_samples([*files, *sorted(RESULTS.glob("trace_h200_2026-11-15_d*.npz"))]))
+    main, whole = found.part(True), found.part(False)
+    assert len(main.cells) == len(whole.cells) == 24
+    for part in (main, whole):
+        assert max(abs(cell.auto_error or 1.0) for cell in part.cells) < 0.05
+        assert part.predicted >= 23 and part.ranked == 24 and part.strictly_ranked >= 20
+    assert max(cell.auto_loss or 0.0 for cell in whole.cells) < 0.02
+    alone = hold(calls, read_samples(path for path in files if path.name.startswith(("close", "pair")))).part(False)
+    assert len(alone.cells) == 24 and max(cell.auto_loss or 0.0 for cell in alone.cells) < 0.012
 
 
 @pytest.mark.parametrize("policy", ["auto", "fa3"])

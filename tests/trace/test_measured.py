@@ -12,6 +12,7 @@ from dash_attn.kernels.sm90.config import STAMPS
 from dash_attn.program import load, save
 from dash_attn.simulate import Machine, simulate
 from dash_attn.timeline import ROLES
+from dash_attn.trace.calibrate import BEGIN
 from dash_attn.trace.fit import fit_trace
 from dash_attn.trace.measured import Rows, measured, shares
 from dash_attn.trace.record import load_trace, save_trace
@@ -96,7 +97,10 @@ def test_real_traces(file: str, makespan: float, early: tuple[float, float], slo
     assert early[0] < sums.early / sums.whole < early[1] and slots[0] < sums.slots / sums.whole < slots[1]
     assert sums.early <= sums.slots
     assert sums.loads < 0.001 * sums.whole
-    modelled, _ = simulated(found, fit_trace(found))
+    machine = fit_trace(found)
+    assert machine.first == pytest.approx(BEGIN[64 if found.split else 128].machine.first, abs=0.05)
+    assert 0.04 < machine.jitter < 0.1
+    modelled, _ = simulated(found, machine)
     assert modelled.makespan == pytest.approx(found.makespan, rel=0.03)
 
 
