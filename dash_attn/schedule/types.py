@@ -64,13 +64,16 @@ def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], at_once: in
     many groups before the next lets the windows that share the GPU belong to different heads. Many are as many as
     have `at_once` bundles in a round, else all: more would leave the cache between one round and the next.
     """
-    rounds = [bundles for bundles in rounds if bundles]
     groups = tiling.problem.groups
-    many = -(-(at_once or 0) // max(1, min(map(len, rounds), default=0))) or groups
-    launch, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
-    for part in np.array_split(np.arange(groups), max(1, groups // max(1, many))):
-        for bundles in rounds:
-            chains = np.array([chain for bundle in bundles for chain in bundle], np.int64)
-            launch.append((part[:, None] * tiling.num_kv + chains).ravel())
-            sizes.append(np.tile(np.array([len(bundle) for bundle in bundles], np.int64), len(part)))
-    return np.concatenate(launch), np.cumsum(np.concatenate(sizes))
+    each = [
+        (np.array([chain for bundle in bundles for chain in bundle], np.int64), np.array(list(map(len, bundles))))
+        for bundles in rounds
+        if bundles
+    ]
+    fewest = min((len(sizes) for _, sizes in each), default=1)
+    many = -(-at_once // fewest) if at_once else max(1, groups)
+    launch, cuts = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for part in np.array_split(np.arange(groups), max(1, groups // many)):
+        launch += [(part[:, None] * tiling.num_kv + chains).ravel() for chains, _ in each]
+        cuts += [np.tile(sizes, len(part)) for _, sizes in each]
+    return np.concatenate(launch), np.cumsum(np.concatenate(cuts))
