@@ -130,8 +130,9 @@ class Call:
 
 
 # Where a fit begins, per head dim: near the H200 it was made with, because a makespan as a function of these times has
-# many valleys. Split turns (head dim 64) keep both writers busy with halves of the same tile. What a first contribution
-# takes beside an add, and how unlike tasks are, stays as traces have it: makespans say little of it.
+# many valleys. Split turns (head dim 64) keep both writers busy with halves of the same tile. Two stay as they are, as
+# makespans say little of them: what a first contribution takes beside an add is read off traces; tasks are somewhat
+# less alike than there, in place of adds and ends of chains, which differ more and have no jitter of their own.
 BEGIN = {
     128: Call(Machine(2.05, 2.3, 0.3, 2.0, 0.0, 0.01, store=6.5, fetch=0.7, first=0.85, jitter=0.1), 48.0, 10.0),
     64: Call(Machine(2.35, 1.8, 0.06, 1.4, 0.0, 0.3, 2, 1, 1.8, 1.2, first=0.7, jitter=0.1), 48.0, 44.0),
