@@ -22,12 +22,12 @@ import torch
 
 import dash_attn
 from dash_attn.api import calls, hopper
-from dash_attn.kernels.sm90 import launch
-from dash_attn.kernels.sm90.cache import Kernels
+from dash_attn.backends.sm90 import launch
+from dash_attn.backends.sm90.cache import Kernels
+from dash_attn.order import schedule
 from dash_attn.plan import plan
 from dash_attn.problem import Problem, documents
 from dash_attn.program import build
-from dash_attn.schedule import schedule
 from dash_attn.tiling import tile
 from dash_attn.verify import verify
 

@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
+from dash_attn.order import schedule
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import Program, build
-from dash_attn.schedule import schedule
 from dash_attn.simulate import Machine, Paper, simulate
 from dash_attn.tiling import TileShape, tile
 

@@ -1,6 +1,6 @@
 """python -m dash_attn"""
 
-from dash_attn.cli.main import main
+from dash_attn.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dash_attn.order import schedule
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences, build
-from dash_attn.schedule import schedule
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import Verified, verify
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dash_attn
-from dash_attn import cpu
+from dash_attn.backends import Operands, cpu
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, Problem
 
@@ -74,7 +74,7 @@ class AsTheyCome(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
         planned = plan(ctx.problem, cpu.tile_shape(ctx.problem))
         workers = placement(planned, max(4, planned.co_resident))
-        operands = cpu.Operands(dout, *ctx.saved_tensors)
+        operands = Operands(dout, *ctx.saved_tensors)
         return tuple(cpu.backward(ctx.problem, planned.program, workers, operands, threads=4, order="any", jitter=5e-3))
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from dash_attn.order import Choice, Schedule, Template, applicable, schedule
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.program import Program, build
-from dash_attn.schedule import Choice, Schedule, Template, applicable, schedule
 from dash_attn.tiling import TileShape, Tiling, grid, tile
 
 settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=1000)

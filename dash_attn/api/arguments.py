@@ -11,8 +11,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.schedule import POLICIES, parse
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

@@ -21,8 +21,8 @@ from dash_attn.api.arguments import (
     problem_of,
     wants_determinism,
 )
-from dash_attn.api.backends import backend_for
 from dash_attn.api.ops import Posed
+from dash_attn.backends import backend_for
 from dash_attn.plan import plan
 from dash_attn.problem import Mask
 

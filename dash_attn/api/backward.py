@@ -17,9 +17,9 @@ from dash_attn.api.arguments import (
     problem_of,
     wants_determinism,
 )
-from dash_attn.api.backends import Backward, Options, backend_for
 from dash_attn.api.calls import recall
-from dash_attn.cpu import Gradients, Operands
+from dash_attn.backends import Backward, Options, backend_for
+from dash_attn.backends.base import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Mask
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from dash_attn.api.arguments import Boundaries
-from dash_attn.api.backends import Backward
+from dash_attn.backends.base import Backward
 
 KEPT = 256  # as many as there are plans
 _seen: dict[object, Backward] = {}

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from dash_attn.api.arguments import Boundaries, Window, check_policy, problem_of, wants_determinism
-from dash_attn.api.backends import backend_for
+from dash_attn.backends import backend_for
+from dash_attn.order import POLICIES, parse
 from dash_attn.plan import plan
 from dash_attn.problem import Mask
-from dash_attn.schedule import POLICIES, parse
 from dash_attn.tiling import TileShape
 
 # What bits depend on, beside the problem. The number of workers, for one, is not in it.

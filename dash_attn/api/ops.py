@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import DTYPES, documents_of, wants_determinism
-from dash_attn.api.backends import Backward, Options, backend_for
 from dash_attn.api.calls import recall
-from dash_attn.cpu import Gradients, Operands
+from dash_attn.backends import Backward, Options, backend_for
+from dash_attn.backends.base import Gradients, Operands
 from dash_attn.plan import plan
 from dash_attn.problem import Documents, Mask, Problem, TileMask
 

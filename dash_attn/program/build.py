@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dash_attn.jit import compiled
+from dash_attn.order.types import Schedule, Template
 from dash_attn.program.program import Geometry, Longs, Program, Table
-from dash_attn.schedule.types import Schedule, Template
 from dash_attn.tiling import TileState, Tiling
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.schedule.types import PlaceRule
+from dash_attn.order.types import PlaceRule
 
 FORMAT = 1
 

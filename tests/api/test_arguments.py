@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dash_attn.api import attention, backward, explain, flash_attn_func
 from dash_attn.api.arguments import check_torch, wants_determinism
-from dash_attn.api.backends import backend_for
-from dash_attn.api.hopper import HopperBackend, _aligned
+from dash_attn.backends import backend_for
+from dash_attn.backends.sm90.backend import HopperBackend, _aligned
 from dash_attn.problem import Problem, tiles
 
 
@@ -175,7 +175,7 @@ def test_other_gpus_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match=r"older GPU.*8\.0.*Hopper.*\.cpu\(\)"):
         backend_for(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("dash_attn.api.hopper.find_spec", lambda name: None)
+    monkeypatch.setattr("dash_attn.backends.sm90.backend.find_spec", lambda name: None)
     with pytest.raises(NotImplementedError, match=r"dash-attn\[cuda\]"):
         backend_for(torch.device("cuda"))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dash_attn.api import attention, backward, explain
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from tests.cpu.reference import DTYPES, difference, error, exact
+from tests.backends.cpu.reference import DTYPES, difference, error, exact
 
 
 def qkv(*lengths: int, heads: tuple[int, int] = (4, 2), dim: int = 16, dtype: str = "float32") -> list[Tensor]:

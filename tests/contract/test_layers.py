@@ -17,23 +17,25 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"jit"}),
     frozenset({"problem"}),
     frozenset({"tiling"}),
-    frozenset({"schedule"}),
+    frozenset({"order"}),
     frozenset({"program"}),
     frozenset({"verify", "timeline"}),
-    frozenset({"simulate", "cpu", "kernels"}),
-    frozenset({"plan"}),
+    frozenset({"simulate", "plan"}),
+    frozenset({"backends"}),
     frozenset({"api"}),
-    frozenset({"bench"}),
-    frozenset({"integrations", "trace"}),
-    frozenset({"viz"}),
-    frozenset({"cli"}),
+    frozenset({"integrations"}),
+    frozenset({"tools.dag", "tools.exact"}),
+    frozenset({"tools.bench"}),
+    frozenset({"tools.trace"}),
+    frozenset({"tools.viz"}),
+    frozenset({"tools.cli"}),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # These stand above every layer: they may import all, and only the command line and the benchmarks may import them.
-TOP = frozenset({"__init__", "__main__"})
-MAY_IMPORT_TOP = frozenset({"bench", "cli"})
+TOP = frozenset({"__init__", "__main__", "tools"})
+MAY_IMPORT_TOP = frozenset({"tools.bench", "tools.cli"})
 
-WITHOUT_TORCH = frozenset({"jit", "problem", "tiling", "schedule", "program", "verify", "timeline", "simulate"})
+WITHOUT_TORCH = frozenset({"jit", "problem", "tiling", "order", "program", "verify", "timeline", "simulate"})
 # Beside these, any module named replay.py may import numba.
 NUMBA_MODULES = frozenset({"dash_attn/jit.py"})
 
@@ -110,8 +112,12 @@ def shown(path: Path) -> str:
 
 
 def part_of(path: Path) -> str:
-    """The folder or module right under dash_attn that a file belongs to."""
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+    """The folder or module right under dash_attn, or under its tools, that a file belongs to."""
+    return part_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def part_named(parts: tuple[str, ...]) -> str:
+    return ".".join(parts[:2]) if parts[0] == "tools" and parts[1:] and parts[1] != "__init__" else parts[0]
 
 
 def file_imports(path: Path) -> list[Import]:
@@ -127,7 +133,7 @@ def layering_errors(importer: str, imports: list[Import]) -> Iterator[str]:
         root, _, rest = item.target.partition(".")
         if root != "dash_attn":
             continue
-        target = rest.partition(".")[0]
+        target = part_named(tuple(rest.split(".")))
         if target not in LEVEL:
             if importer not in MAY_IMPORT_TOP:
                 yield f"line {item.line}: {importer} imports {item.target}, which stands above every layer"
@@ -180,11 +186,11 @@ def test_no_torch_when_loading_the_first_layers() -> None:
     assert not errors, "\n".join(errors)
 
 
-def test_cutlass_stays_in_kernels() -> None:
+def test_cutlass_stays_in_the_backend() -> None:
     errors = [
         f"{shown(path)}, line {item.line}: imports {item.target}"
         for path in package_files()
-        if part_of(path) != "kernels"
+        if "sm90" not in path.parts
         for item in file_imports(path)
         if item.target.partition(".")[0] == "cutlass"
     ]
@@ -215,7 +221,7 @@ def test_signatures_are_short() -> None:
     errors = [
         f"{shown(path)}, line {function.lineno}: {function.name} takes {parameter_count(function)} parameters"
         for path in package_files()
-        if part_of(path) not in ("api", "integrations", "cli")
+        if part_of(path) not in ("api", "integrations", "tools.cli")
         for function in functions(ast.parse(path.read_text(encoding="utf-8")))
         if parameter_count(function) > MAX_PARAMETERS
     ]
@@ -263,11 +269,11 @@ def test_collects_every_kind_of_import() -> None:
         "typing.TYPE_CHECKING": True,
         "dash_attn.tiling.tile": True,
         "dash_attn.problem.mask.Mask": True,
-        "dash_attn.schedule": True,
+        "dash_attn.order": True,
         "rich": False,
         "plotly": True,
         "numba": True,
-        "dash_attn.cli.main": False,
+        "dash_attn.tools.cli.main": False,
         "dash_attn.api.ops": False,
         "json": True,
     }
@@ -284,13 +290,13 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
     [
         ("tiling", "dash_attn.problem.mask", True),
         ("tiling", "dash_attn.tiling.tile", True),
-        ("tiling", "dash_attn.schedule", False),
+        ("tiling", "dash_attn.order", False),
         ("verify", "dash_attn.timeline", False),
         ("simulate", "dash_attn.timeline", True),
         ("simulate", "dash_attn.verify", True),
-        ("simulate", "dash_attn.cpu", False),
+        ("simulate", "dash_attn.backends.cpu", False),
         ("api", "dash_attn.attention", False),
-        ("cli", "dash_attn.__version__", True),
+        ("tools.cli", "dash_attn.__version__", True),
         ("problem", "numpy", True),
     ],
 )

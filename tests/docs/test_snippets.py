@@ -29,7 +29,7 @@ from typing import Any
 
 import pytest
 
-from dash_attn.cli.main import main
+from dash_attn.tools.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -107,10 +107,10 @@ def test_the_document_is_up_to_date() -> None:
 
 
 def test_a_mark_is_seen() -> None:
-    assert needs_gpu("kernels/test_gpu.py::test_masks") is True
+    assert needs_gpu("backends/sm90/test_gpu.py::test_masks") is True
     assert needs_gpu("examples/test_train_gpt_twice.py::test_on_a_gpu") is True
     assert needs_gpu("examples/test_train_gpt_twice.py::test_runs_are_the_same") is False
-    assert needs_gpu("kernels/test_gpu.py::test_nothing") is None
+    assert needs_gpu("backends/sm90/test_gpu.py::test_nothing") is None
 
 
 if __name__ == "__main__":

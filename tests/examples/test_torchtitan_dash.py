@@ -131,8 +131,8 @@ def test_what_attention_gave_is_kept(titan: Any, monkeypatch: pytest.MonkeyPatch
     assert titan.keep_attention(SelectiveAC.Config(preserve_rng_state=False)).preserve_rng_state is False
     module = titan.DashAttention(titan.dash_attention(VarlenAttention.Config()))
     forwards = []
-    original = dash_attn.cpu.forward
-    monkeypatch.setattr(dash_attn.cpu, "forward", lambda *given: (forwards.append(1), original(*given))[1])
+    original = dash_attn.backends.cpu.forward
+    monkeypatch.setattr(dash_attn.backends.cpu, "forward", lambda *given: (forwards.append(1), original(*given))[1])
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE

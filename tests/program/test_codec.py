@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.order import schedule
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.program import FORMAT, Program, build, load, save
-from dash_attn.schedule import schedule
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.order import Schedule, applicable, schedule
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import CHAIN, RUN, TILE, Program, build
-from dash_attn.schedule import Schedule, applicable, schedule
 from dash_attn.tiling import TileShape, TileState, Tiling, tile
 from dash_attn.verify import verify
 from tests.strategies import arbitrary_schedules, examples, programs, tilings

@@ -11,7 +11,7 @@ if {without}:
     sys.modules["numba"] = None
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import build
-from dash_attn.schedule import applicable, schedule
+from dash_attn.order import applicable, schedule
 from dash_attn.simulate import Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.order import schedule
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 from dash_attn.program import build
-from dash_attn.schedule import schedule
 from dash_attn.simulate import CLOSED_FORMS, Paper, simulate
 from dash_attn.tiling import TileShape, tile
 from tests.strategies import examples

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dash_attn.order import applicable, schedule
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import Program, build, place
-from dash_attn.schedule import applicable, schedule
 from dash_attn.simulate import Machine, Model, Paper, lower_bounds, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import VerifyError, verify

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from dash_attn.order import schedule
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.program import build
-from dash_attn.schedule import schedule
 from dash_attn.simulate import Machine, Model, Paper, simulate
 from dash_attn.tiling import TileShape, tile
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
+from dash_attn.order import schedule
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import Program, Sequences, build, bundles, place
-from dash_attn.schedule import schedule
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs

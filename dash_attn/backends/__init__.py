@@ -1,0 +1,26 @@
+"""Which backend computes on which device."""
+
+from __future__ import annotations
+
+import torch
+
+from dash_attn.backends.base import Backend, Backward, Gradients, Operands, Options
+
+__all__ = ["Backend", "Backward", "Gradients", "Operands", "Options", "backend_for"]
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of a device, or an error that names the way out. Nothing falls back silently."""
+    if device.type == "cpu":
+        from dash_attn.backends.cpu.backend import CpuBackend
+
+        return CpuBackend()
+    if device.type == "cuda":
+        from dash_attn.backends.sm90 import backend as hopper  # the kernel's modules are for machines that can run it
+
+        hopper.require(device)
+        return hopper.HopperBackend()
+    raise NotImplementedError(
+        f"q is on {device}: dash_attn computes on cpu and cuda (Hopper) tensors. Move q, k and v with .cpu(), or use "
+        "torch's scaled_dot_product_attention there"
+    )

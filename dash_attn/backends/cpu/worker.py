@@ -1,0 +1,120 @@
+"""The worker: a thread that runs its chains and adds its contributions in turn."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Semaphore, Thread
+
+import torch
+from torch import Tensor
+
+from dash_attn.backends.cpu.buffers import Buffers, KeyTile, QueryTile
+from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
+from dash_attn.program import Geometry, Program
+
+# Scores less their row's lse are clamped before exp. Below, nothing is lost, and the library is many times slower
+# where exp underflows. Above 0 only masked pairs come, and must stay finite to be multiplied by 0.
+LEAST, MOST = -80.0, 80.0
+
+
+class Scratch:
+    """Room for the scores of one tile. Holding one is also the permit to compute: there are as many as threads."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._buffers = torch.empty(3, geometry.tile_m * geometry.tile_n)
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+
+    def views(self, rows: int, columns: int) -> tuple[Tensor, ...]:
+        """P, its transpose, dS, its transpose, and room for a mask."""
+        if (rows, columns) not in self._views:
+            p, ds, allowed = (buffer[: rows * columns].view(rows, columns) for buffer in self._buffers)
+            self._views[rows, columns] = p, p.t(), ds, ds.t(), allowed
+        return self._views[rows, columns]
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """What all workers of one backward share."""
+
+    program: Program
+    scale: float
+    buffers: Buffers
+    turnstiles: Turnstiles
+    permits: SimpleQueue[Scratch]
+    jitter: float
+
+
+class Worker(Thread):
+    """Runs chains one after the other; dK and dV of a chain are summed in visit order, in buffers of its own."""
+
+    def __init__(self, job: Job, chains: list[int], ready: Semaphore) -> None:
+        super().__init__(name="dash_attn", daemon=True)
+        g, dim = job.program.geometry, job.buffers.queries[0].q.shape[-1]
+        self._job, self._chains, self._ready = job, chains, ready
+        self._scratch: Scratch | None = None
+        self._dk, self._dv, self._dq = (torch.empty(tile, dim) for tile in (g.tile_n, g.tile_n, g.tile_m))
+
+    def run(self) -> None:
+        try:
+            # The first look at the number takes over the process's, once: without it that would undo the setting.
+            torch.get_num_threads()
+            torch.set_num_threads(1)
+            self._ready.release()
+            with torch.no_grad():
+                for chain in self._chains:
+                    self._run_chain(*self._job.program.chains[chain].tolist())
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._job.turnstiles.stop(error)
+        finally:
+            self._give_up_permit()
+
+    def _run_chain(self, batch: int, kv_head: int, kv_tile: int, first: int, count: int) -> None:
+        job, g = self._job, self._job.program.geometry
+        keys = job.buffers.keys[(batch * g.heads_kv + kv_head) * g.num_kv + kv_tile]
+        dk, dv = self._dk[: len(keys.k)].zero_(), self._dv[: len(keys.k)].zero_()
+        for head, q_tile, step, length, turn, turn_step, partial in job.program.runs[first : first + count].tolist():
+            target = ((batch * g.heads_kv + kv_head) * g.group + head) * g.num_q + q_tile
+            for i in range(length):
+                dq = self._compute(job.buffers.queries[target + i * step], keys, dk, dv, partial != 0)
+                self._add(dq, target + i * step, turn + i * turn_step)
+        keys.dk.copy_(dk)
+        keys.dv.copy_(dv)
+
+    def _compute(self, rows: QueryTile, keys: KeyTile, dk: Tensor, dv: Tensor, partial: bool) -> Tensor:
+        """The five products of one tile: adds to dK and dV, gives the dQ contribution."""
+        if self._scratch is None:
+            self._scratch = self._job.permits.get()
+        p, p_t, ds, ds_t, allowed = self._scratch.views(len(rows.q), len(keys.k))
+        torch.mm(rows.q, keys.k_t, out=p).sub_(rows.lse).clamp_(LEAST, MOST).exp_()
+        if partial:
+            p.mul_(torch.ge(keys.index, rows.first, out=allowed))
+            p.mul_(torch.lt(keys.index, rows.end, out=allowed))
+        dv.addmm_(p_t, rows.dout)
+        torch.mm(rows.dout, keys.v_t, out=ds).sub_(rows.delta).mul_(p)
+        dk.addmm_(ds_t, rows.q)
+        return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
+
+    def _add(self, dq: Tensor, target: int, turn: int) -> None:
+        """In its turn: the first contribution is stored, the last also writes the result."""
+        job = self._job
+        rows = job.buffers.queries[target]
+        if job.jitter:
+            time.sleep(random.random() * job.jitter)
+        place = job.turnstiles.enter(target, turn, self._give_up_permit)
+        if place == 0:
+            rows.total.copy_(dq)
+        else:
+            rows.total.add_(dq)
+        if place + 1 == job.program.contributors[target % job.program.geometry.num_q]:
+            rows.dq.copy_(rows.total.mul_(job.scale))
+        job.turnstiles.leave(target)
+
+    def _give_up_permit(self) -> None:
+        if self._scratch is not None:
+            self._job.permits.put(self._scratch)
+            self._scratch = None

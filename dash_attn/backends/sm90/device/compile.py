@@ -1,0 +1,101 @@
+"""Compiling a KernelConfig with tensors of unknown sizes."""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..config import STAMPS, KernelConfig
+from .bundles import element
+
+OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
+
+
+def heads_tensor(cfg: KernelConfig, batch, rows, heads):
+    def i64():
+        return cute.sym_int64(divisibility=8)
+
+    return cute.runtime.make_fake_tensor(
+        element(cfg), (batch, rows, heads, cfg.columns), (i64(), i64(), i64(), 1), assumed_align=16
+    )
+
+
+def rows_of(dtype, shape, align: int = 16):
+    """Tensor with contiguous last mode; 64-bit strides, because sums of long sequences pass 2^31 elements."""
+    strides = (*tuple(cute.sym_int64(divisibility=max(1, align // 4)) for _ in shape[:-1]), 1)
+    return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
+
+
+def stats_of(cfg: KernelConfig, planes, n_q, padded):
+    """As launch.Workspace has them."""
+    return (
+        rows_of(Float32, (planes, padded)),
+        rows_of(Float32, (planes, padded)),
+        rows_of(Float32, (planes, n_q, sum(cfg.sum_parts))),
+        rows_of(Int32, (planes, n_q, *symbols(2)), 4),
+    )
+
+
+def symbols(n: int):
+    return [cute.sym_int32() for _ in range(n)]
+
+
+def stream():
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def compile_main(cfg: KernelConfig, options: str = ""):
+    from .kernel import BackwardSm90
+
+    batch, sq, sk, hq, hk, planes, n_q, padded = symbols(8)
+    chains, runs, first, intervals = symbols(4)
+    q, dq, do = [heads_tensor(cfg, batch, sq, hq) for _ in range(3)]
+    k, v, dk, dv = [heads_tensor(cfg, batch, sk, hk) for _ in range(4)]
+    stats = stats_of(cfg, planes, n_q, padded)
+    facts = (Float32(1.0), Float32(1.0))
+    if cfg.debug:
+        stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
+        facts = (*facts, Int64(0))
+    if cfg.trace:
+        workers, entries = symbols(2)
+        shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
+        stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
+    tables = (
+        rows_of(Int32, (chains, 5), 4),
+        rows_of(Int32, (runs, 8), 4),
+        rows_of(Int32, (first,), 4),
+        rows_of(Int32, (chains,), 4),
+        rows_of(Int32, (n_q,), 4),
+        rows_of(Int32, (intervals,), 4),
+        rows_of(Int32, (intervals,), 4),
+    )
+    return cute.compile(
+        BackwardSm90(cfg),
+        (q, do, k, v, dq, dk, dv),
+        stats,
+        tables,
+        facts,
+        stream(),
+        options=f"{OPTIONS} {options}",
+    )
+
+
+def compile_prepare(cfg: KernelConfig, options: str = ""):
+    from .prepare import Prepare
+
+    batch, sq, hq, planes, n_q, padded = symbols(6)
+    lse = rows_of(Float32, (batch, hq, sq), 4)
+    inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
+    stats = stats_of(cfg, planes, n_q, padded)
+    return cute.compile(Prepare(cfg), inputs, stats, stream(), options=f"{OPTIONS} {options}")
+
+
+def compile_finish(cfg: KernelConfig, options: str = ""):
+    from .finish import Finish
+
+    batch, sq, hq, planes, n_q = symbols(5)
+    sums = rows_of(Float32, (planes, n_q, sum(cfg.sum_parts)))
+    return cute.compile(
+        Finish(cfg), sums, heads_tensor(cfg, batch, sq, hq), Float32(1.0), stream(), options=f"{OPTIONS} {options}"
+    )
+
+
+COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish}

@@ -1,0 +1,238 @@
+"""A consumer warpgroup: the five products of every task, dK and dV of the chain in registers.
+
+It knows nothing of the schedule: how many tasks a chain has, which tile a stage holds and how it is masked
+arrive through shared memory.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from ..barriers import NamedBarrier
+from ..config import WARPGROUP
+from .bundles import Cta, element, pieces_per_half
+from .gemms import Gemms
+from .pointwise import ColumnPairs, exponentiate, mask_probabilities, score_gradient
+from .ptx import fresh_thread_index
+from .stamps import consumer_stamp, tie_clocks
+from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, flags_of, my_chains, ring_slot
+
+
+@dataclass(frozen=True)
+class Consumer:
+    cta: Cta
+
+    @cute.jit
+    def run(self):
+        cta = self.cta
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        gemms = Gemms.bind(cta, wg, thread)
+        dk, dv = gemms.grad_acc(), gemms.grad_acc()
+        task = Int32(0)
+        _, chains = my_chains(cta)
+        for i in cutlass.range(chains, unroll=1):
+            cta.bars.wait("k_full", 0, i & 1)
+            dk.fill(0.0)
+            dv.fill(0.0)
+            kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
+            done, arrived = Int32(0), Int32(0)
+            if cta.views.info[0, i & 1] == 0:
+                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
+                self.leave("v_empty", 0)
+                self.leave("k_empty", 0)
+                done = Int32(1)
+            while done == 0:
+                flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i), arrived)
+                task, done = task + 1, flags & ENDS
+            if const_expr(cta.cfg.trace):
+                tie_clocks(cta, task + i)
+            self.hand_over_dk(gemms, dk)
+            self.hand_over_dv(gemms, dv, task + i)
+
+    @cute.jit
+    def task(self, gemms, held, numbers, arrived):
+        cta, cfg = self.cta, self.cta.cfg
+        dk, dv, kept = held
+        task, entry = numbers
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        stage, phase = task & 1, (task >> 1) & 1
+
+        # (1) S^T and dP^T
+        if arrived == 0:
+            cta.bars.wait("q_full", stage, phase)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "begun")
+        flags = flags_of(cta, entry)
+        s = gemms.score_acc()
+        gemms.issue_s(s, stage, kept)
+        lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.lse_ahead)
+        odd = (flags & ODD) // ODD
+        if (flags & BEGINS) != 0:
+            cta.bars.wait("v_full", 0, odd)
+        cta.bars.wait("do_full", stage, phase)
+        dp = gemms.score_acc()
+        gemms.issue_dp(dp, stage)
+        # (2) P, while dP^T is computed
+        warpgroup.wait_group(1)
+        # With p_early, what can be is loaded, rounded and waited for under the product. Of 120 such orders that were
+        # timed this is the best, 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
+        if const_expr(cfg.p_early):
+            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
+        exponentiate(s, lse, cta.facts.scale_log2)
+        p16 = cute.make_rmem_tensor_like(s, element(cfg))
+        gemms.round_now(s, p16, cfg.p_early)
+        if (flags & PARTIAL) != 0:
+            mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
+            gemms.round_now(s, p16, cfg.p_early)
+        gemms.round_rest(s, p16, cfg.p_early)
+        if const_expr(cfg.p_early):
+            self.await_ds_buffers(flags, odd)
+        else:
+            delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
+        # (3) dS
+        warpgroup.wait_group(0)
+        if (flags & ENDS) != 0:
+            self.leave("v_empty", 0)
+        score_gradient(dp, s, delta)
+        ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
+        gemms.round_now(dp, ds16, cute.size(dp) // 2)
+        if const_expr(not cfg.p_early):
+            self.await_ds_buffers(flags, odd)
+        gemms.write_ds(ds16, stage)
+        # (4) dV; issued before dS is computed it was 8 % slower in all
+        gemms.issue_dv(dv, p16, stage)
+        # (5) dQ needs the dS rows of both warpgroups. With two buffers one barrier is enough: whoever passes it
+        # has waited for its dQ of the task before, so the other buffer is free.
+        cute.arch.fence_view_async_shared()
+        self.leave("ds_full", stage)
+        cta.bars.wait("ds_full", stage, phase)
+        dq = gemms.query_acc()
+        gemms.issue_dq(dq, stage)
+        warpgroup.wait_group(1)
+        self.leave("do_empty", stage)
+        # (6) dK
+        gemms.issue_dk(dk, ds16, stage)
+        warpgroup.wait_group(1)
+        if (flags & ENDS) != 0:
+            self.leave("k_empty", 0)
+        # (7) dQ to its slot, while dK is computed. Has the next Q arrived? Asked here, the answer costs no time.
+        if const_expr(cfg.peek):
+            arrived = cta.bars.is_done("q_full", (task + 1) & 1, ((task + 1) >> 1) & 1)
+        self.stage_dq(gemms, dq, entry, flags)
+        warpgroup.wait_group(0)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "left")
+        self.leave("q_empty", stage)
+        return flags, arrived
+
+    @cute.jit
+    def await_ds_buffers(self, flags, odd):
+        if (flags & BEGINS) != 0:
+            self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left them
+
+    def sync_consumers(self):
+        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.cta.cfg.consumer_threads)
+
+    @cute.jit
+    def leave(self, name: cutlass.Constexpr, index):
+        """One arrival per warp: this warp no longer reads the buffer."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.cta.bars.arrive(name, index)
+
+    def half_slot(self, entry):
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if self.cta.cfg.dq_slots == 1:
+            return wg, entry & 1
+        return (entry & 1) * 2 + wg, (entry >> 1) & 1
+
+    @cute.jit
+    def stage_dq(self, gemms, dq, entry, flags):
+        cta, cfg = self.cta, self.cta.cfg
+        half, phase = self.half_slot(entry)
+        self.await_slot(entry, half, phase)
+        # Fragment order: 16-byte piece j of thread t at float (j * 128 + t) * 4, free of bank conflicts.
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        slot = cute.make_tensor(
+            cta.views.dq[None, half].iterator + thread * 4,
+            cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)),
+        )
+        mine = cute.make_tensor(dq.iterator, cute.make_layout(slot.shape))
+        if const_expr(cfg.last_finishes):
+            if (flags & LAST) != 0:
+                self.finish_dq(gemms, mine, slot, flags)
+                self.write_finished(gemms, dq, half)
+            else:
+                cute.autovec_copy(mine, slot)
+        else:
+            cute.autovec_copy(mine, slot)
+        self.leave("dq_full", half)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "staged")
+
+    @cute.jit
+    def await_slot(self, entry, half, phase):
+        cta = self.cta
+        if const_expr(cta.cfg.trace):
+            consumer_stamp(cta, entry, "computed")
+        cta.bars.wait("dq_empty", half, phase)
+        if const_expr(cta.cfg.trace):
+            consumer_stamp(cta, entry, "slot")
+
+    @cute.jit
+    def finish_dq(self, gemms, mine, slot, flags):
+        """The slot holds what the contributors before have summed: add, as the bulk add would have."""
+        if (flags & FIRST) == 0:
+            part = cute.make_rmem_tensor(4, Float32)
+            for j in cutlass.range_constexpr(cute.size(mine.shape[1])):
+                cute.autovec_copy(slot[None, j], part)
+                for i in cutlass.range_constexpr(4):
+                    mine[i, j] = part[i] + mine[i, j]
+        for i in cutlass.range_constexpr(cute.size(mine)):
+            mine[i] = mine[i] * self.cta.facts.scale
+
+    @cute.jit
+    def write_finished(self, gemms, dq, half):
+        cfg = self.cta.cfg
+        thread = fresh_thread_index() % WARPGROUP
+        wg = half % 2
+        # All threads have read their partial sums before the 16-bit tile overwrites them.
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
+        out = gemms.as_operand(dq)
+        piece = half * pieces_per_half(cfg, 64 * 64)
+        dst = gemms.store_dq.get_slice(thread).partition_D(self.cta.views.dq_out)
+        cute.copy(gemms.store_dq, gemms.store_dq.retile(out), dst[None, None, None, piece])
+
+    @cute.jit
+    def hand_over_dk(self, gemms, dk):
+        """dK into the dS buffers, so that it need not wait for a dQ slot: those drain only as fast as turns come."""
+        thread = fresh_thread_index() - WARPGROUP
+        scaled = cute.make_rmem_tensor_like(dk)
+        scaled.store(dk.load() * self.cta.facts.scale)
+        out = gemms.as_operand(scaled)
+        self.sync_consumers()  # both warpgroups have read the last dS
+        dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
+        cute.arch.fence_view_async_shared()
+        self.leave("dk_full", 0)
+
+    @cute.jit
+    def hand_over_dv(self, gemms, dv, entry):
+        """One warpgroup's rows of dV into its half-slot; the writer stores them while the next chain runs."""
+        cta, cfg = self.cta, self.cta.cfg
+        half, phase = self.half_slot(entry)
+        thread = fresh_thread_index() % WARPGROUP
+        out = gemms.as_operand(dv)
+        self.await_slot(entry, half, phase)
+        piece = half * pieces_per_half(cfg, 64 * cfg.dim)
+        dst = gemms.store_grad.get_slice(thread).partition_D(cta.views.grad)
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
+        self.leave("dq_full", half)
+        if const_expr(cfg.trace):
+            consumer_stamp(cta, entry, "staged")

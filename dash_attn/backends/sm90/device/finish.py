@@ -1,0 +1,74 @@
+"""After the main kernel, where no contributor finishes dQ: fp32 sums in fragment order -> scaled 16-bit dQ."""
+
+import cuda.bindings.driver as cu
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..config import KernelConfig
+from .bundles import element
+
+THREADS = 128
+
+
+class Finish:
+    def __init__(self, cfg: KernelConfig):
+        self.cfg = cfg
+
+    @cute.jit
+    def __call__(self, dq_sum: cute.Tensor, dq: cute.Tensor, scale: Float32, stream: cu.CUstream):
+        batch, _, heads, _ = dq.shape
+        self.kernel(dq_sum, dq, scale).launch(
+            grid=[dq_sum.shape[1], heads, batch * 2], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, dq_sum: cute.Tensor, dq: cute.Tensor, scale: Float32):
+        """One CTA per warpgroup's part of a tile; piece j of thread t: columns 8j + 2 (t % 4) + {0, 1} of two rows."""
+        cfg = self.cfg
+        tile, head, z = cute.arch.block_idx()
+        batch, half = z // 2, z % 2
+        thread = cute.arch.thread_idx()[0]
+        plane = batch * dq.shape[2] + head
+        row = tile * cfg.tile_m + (thread // 32) * 16 + (thread % 32) // 4
+        first_col = (thread % 4) * 8  # of the eight columns this thread stores, once the lanes have exchanged theirs
+        if cutlass.const_expr(cfg.dq_split_rows):
+            row = row + half * 64
+        else:
+            first_col = first_col + half * 64
+        src = dq_sum[plane, tile, None].iterator + cute.assume(half * cfg.sum_parts[0] + thread * 4, divby=4)
+        pieces = cute.make_tensor(src.align(16), cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)))
+        sums = cute.make_rmem_tensor(pieces.shape, Float32)
+        if cutlass.const_expr(cfg.columns == cfg.dim):
+            cute.autovec_copy(pieces, sums)
+        else:  # what lies behind the last column is another tile's, or nobody's
+            sums.fill(0.0)
+            for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
+                if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
+                    cute.autovec_copy(pieces[None, j], sums[None, j])
+        half16 = cute.make_rmem_tensor_like(sums, element(cfg))
+        half16.store((sums.load() * scale).to(element(cfg)))
+        words = cute.recast_tensor(half16, Int32)
+        for h in cutlass.range_constexpr(2):
+            for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
+                eight = quad_transpose([words[h, j + k] for k in range(4)], thread % 4)
+                col = first_col + 8 * j
+                if row + 8 * h < dq.shape[1] and col < cfg.columns:
+                    line = dq[batch, row + 8 * h, head, None]
+                    at = (line.iterator + cute.assume(col, divby=8)).align(16)
+                    cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(4)))
+
+
+@cute.jit
+def quad_transpose(words, lane):
+    """Four words of each of four lanes, transposed: lane i gets word i of all four, eight columns of a row."""
+    w = cute.make_rmem_tensor(4, Int32)
+    for k in cutlass.range_constexpr(4):
+        w[k] = words[k]
+    for bit in (1, 2):
+        for k in (0, 3 - bit):
+            low = (lane & bit) == 0
+            got = cute.arch.shuffle_sync_bfly(w[k + bit] if low else w[k], bit)
+            w[k + bit] = got if low else w[k + bit]
+            w[k] = w[k] if low else got
+    return w

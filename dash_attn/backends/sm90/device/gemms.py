@@ -1,0 +1,180 @@
+"""The five products of a task, bound once to their shared-memory operands.
+
+S^T = K Q^T and dP^T = V dO^T are computed transposed: each warpgroup then owns whole kv rows, and the fp32
+accumulator of P^T, rounded to 16 bit, is already the register operand of dV += P^T dO (likewise dS^T and dK).
+dQ = dS K mixes the rows of both warpgroups, so dS goes through shared memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+
+from ..config import KernelConfig
+from .bundles import Cta, element
+
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
+SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+
+
+def tiled_mma(cfg: KernelConfig, a_from, b_major, inst_n: int, groups):
+    op = warpgroup.MmaF16BF16Op(element(cfg), Float32, (64, inst_n, 16), a_from, K_MAJOR, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), groups)
+
+
+def transposed(t):
+    """The same memory with the first two modes exchanged."""
+    shape = (t.shape[1], t.shape[0], *t.shape[2:])
+    return cute.composition(t, cute.make_ordered_layout(shape, order=(1, 0, *range(2, cute.rank(t)))))
+
+
+@dataclass(frozen=True)
+class Gemms:
+    cfg: KernelConfig
+    score: Any  # tiled MMAs
+    score_kept: Any  # with K from registers
+    grad: Any
+    query: Any
+    k_a: Any  # operand fragments: descriptors of shared memory
+    v_a: Any
+    q_b: Any
+    do_b: Any
+    q_t: Any
+    do_t: Any
+    ds_a: Any
+    k_t: Any
+    store_ds: Any  # copy of dS^T registers into dS
+    ds_dst: Any
+    store_grad: Any  # copies of one warpgroup's 64 rows
+    store_dq: Any
+
+    @staticmethod
+    def bind(cta: Cta, wg, thread) -> "Gemms":
+        """`thread` counts consumer threads; descriptors belong to the warpgroup, copies to the thread."""
+        cfg, v = cta.cfg, cta.views
+        score, score_kept = (tiled_mma(cfg, a, K_MAJOR, cfg.tile_m, (2, 1, 1)) for a in (SMEM, RMEM))
+        grad = tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, (2, 1, 1))
+        query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
+        g_score, g_grad, g_query = [x.get_slice(wg * 128) for x in (score, grad, query)]
+
+        def stmatrix(t):
+            return cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), element(cfg))
+
+        store_ds = cute.make_tiled_copy_C(stmatrix(True), score)
+        one = (1, 1, 1)
+        return Gemms(
+            cfg,
+            score,
+            score_kept,
+            grad,
+            query,
+            k_a=g_score.make_fragment_A(g_score.partition_A(v.k)),
+            v_a=g_score.make_fragment_A(g_score.partition_A(v.v)),
+            q_b=g_score.make_fragment_B(g_score.partition_B(v.q)),
+            do_b=g_score.make_fragment_B(g_score.partition_B(v.do)),
+            q_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.q))),
+            do_t=g_grad.make_fragment_B(g_grad.partition_B(transposed(v.do))),
+            ds_a=g_query.make_fragment_A(g_query.partition_A(v.ds)),
+            k_t=g_query.make_fragment_B(g_query.partition_B(transposed(v.k))),
+            store_ds=store_ds,
+            ds_dst=store_ds.get_slice(thread).partition_D(transposed(v.ds)),
+            store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
+            store_dq=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, SMEM, MN_MAJOR, 64, one)),
+        )
+
+    def keep_k(self, k, thread):
+        """The first steps of K, as the A operand of S^T, in registers; None of none."""
+        cfg, mma = self.cfg, self.score_kept
+        steps = min(cfg.k_kept, cfg.score_steps)
+        if not steps:
+            return None
+        load = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), element(cfg)), mma)
+        kept = cute.make_rmem_tensor(mma.partition_shape_A((cfg.tile_n, 16 * steps)), element(cfg))
+        src, dst = load.get_slice(thread).partition_S(k), load.retile(kept)
+        for i in range(steps):
+            cute.copy(load, src[None, None, i], dst[None, None, i])
+        return kept
+
+    def score_acc(self):
+        shape = self.score.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.tile_m))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def grad_acc(self):
+        shape = self.grad.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.dim))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def query_acc(self):
+        shape = self.query.get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.dim))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    def as_operand(self, acc):
+        """16-bit copy of a score accumulator, seen as the A operand of a gradient product."""
+        half = cute.make_rmem_tensor_like(acc, element(self.cfg))
+        self.round_rest(acc, half, 0)
+        return half
+
+    def round_now(self, acc, half, count: int):
+        """The first `count` words of `as_operand(acc)`, here: a plain conversion sinks to where it is used."""
+        words, kind = cute.recast_tensor(half, Int32), {"bf16": "bf16x2", "fp16": "f16x2"}[self.cfg.dtype]
+        for i in range(count):
+            words[i] = cute.arch.inline_ptx(
+                f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+                write_only_types=[Int32],
+                read_only_args=[acc[2 * i + 1], acc[2 * i]],
+            )
+
+    def round_rest(self, acc, half, count: int):
+        """All words but the first `count`."""
+        shape = cute.make_layout(cute.size(half) - 2 * count)
+        rest, source = (cute.make_tensor(t.iterator + 2 * count, shape) for t in (half, acc))
+        rest.store(source.load().to(element(self.cfg)))
+
+    def operand_view(self, half):
+        shape = self.grad.get_slice(0).partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))
+        return cute.make_tensor(half.iterator, cute.make_layout(shape))
+
+    def issue_s(self, acc, stage, kept):
+        q = self.q_b[None, None, None, stage]
+        warpgroup.fence()
+        have = 0 if kept is None else cute.size(kept.shape[2])
+        if have:
+            add(self.score_kept, acc, (kept, q), range(have), False)
+        add(self.score, acc, (self.k_a, q), range(have, self.cfg.score_steps), have > 0)
+        warpgroup.commit_group()
+
+    def issue_dp(self, acc, stage):
+        issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False, self.cfg.score_steps)
+
+    def issue_dv(self, acc, p, stage):
+        issue(self.grad, acc, self.operand_view(p), self.do_t[None, None, None, stage], True)
+
+    def issue_dk(self, acc, ds, stage):
+        issue(self.grad, acc, self.operand_view(ds), self.q_t[None, None, None, stage], True)
+
+    def issue_dq(self, acc, buffer):
+        issue(self.query, acc, self.ds_a[None, None, None, buffer], self.k_t, False)
+
+    def write_ds(self, ds, buffer):
+        cute.copy(self.store_ds, self.store_ds.retile(ds), self.ds_dst[None, None, None, buffer])
+
+
+def issue(mma, acc, a, b, accumulate, steps: int = 0):
+    """Issues one product asynchronously as one wgmma group; 0 steps: all there are."""
+    warpgroup.fence()
+    add(mma, acc, (a, b), range(steps or cute.size(a.shape[2])), accumulate)
+    warpgroup.commit_group()
+
+
+def add(mma, acc, operands, steps: range, accumulate):
+    """Some k steps of a product.
+
+    A fresh atom each time: the accumulate bit is a field of the atom, and a shared one would carry it across.
+    """
+    a, b = operands
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in steps:
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)

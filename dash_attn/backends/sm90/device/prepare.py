@@ -1,0 +1,73 @@
+"""Before the main kernel: delta = rowsum(dO * O), LSE in base 2, and counters at zero.
+
+One CTA per (q head, q tile, batch): heads first, as they lie in memory. Rows past the end of the sequence get
+LSE = +inf, so their P is 0.
+"""
+
+import cuda.bindings.driver as cu
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..config import KernelConfig
+
+LOG2_E = 1.4426950408889634
+THREADS = 256
+
+
+class Prepare:
+    def __init__(self, cfg: KernelConfig):
+        self.cfg = cfg
+
+    @cute.jit
+    def __call__(self, inputs: tuple, stats: tuple, stream: cu.CUstream):
+        """inputs: dout, out (B, S, H, D) and lse (B, H, S); stats as in launch.Workspace, of which dq_sum stays."""
+        batch, _, heads, _ = inputs[0].shape
+        lse2, delta, _, counters = stats
+        n_q = counters.shape[1]
+        self.kernel(inputs, (lse2, delta, counters)).launch(
+            grid=[heads * n_q, batch, 1], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, inputs: tuple, outputs: tuple):
+        cfg = self.cfg
+        dout, out, lse = inputs
+        lse2, delta, counters = outputs
+        at, batch, _ = cute.arch.block_idx()
+        tile, head = at // dout.shape[2], at % dout.shape[2]
+        thread = cute.arch.thread_idx()[0]
+        seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
+        if thread < counters.shape[2]:
+            counters[plane, tile, thread, 0] = Int32(0)
+        lanes, pieces = cfg.dim // 8, cfg.columns // 8  # 16 bytes each; a power of two lanes for the sum below
+        piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
+        passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
+        # Every load is issued before the first use; rows past the end read the last row and are dropped below.
+        rows = [first_row + i * step for i in range(passes)]
+        clipped = [cutlass.min(row, seqlen - 1) for row in rows]
+        piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
+        logs = [lse[batch, head, row] * LOG2_E for row in clipped]
+        pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, out)] for row in clipped]
+        for i in cutlass.range_constexpr(passes):
+            row = rows[i]
+            part = dot(*pairs[i])
+            if cutlass.const_expr(pieces < lanes):
+                part = part if piece < pieces else Float32(0.0)
+            total = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
+            if piece == 0:
+                # A row that sees no key has LSE = -inf; its P is masked to 0 and must not become inf first.
+                value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
+                lse2[plane, row] = value if row < seqlen else Float32.inf
+                delta[plane, row] = total if row < seqlen else Float32(0.0)
+
+    def load(self, line, piece):
+        src = cute.make_tensor((line.iterator + cute.assume(piece * 8, divby=8)).align(16), cute.make_layout(8))
+        out = cute.make_rmem_tensor(8, line.element_type)
+        cute.autovec_copy(src, out)
+        return out
+
+
+def dot(a, b):
+    product = a.load().to(Float32) * b.load().to(Float32)
+    return product.reduce(cute.ReductionOp.ADD, init_val=0.0, reduction_profile=0)

@@ -1,0 +1,211 @@
+"""Repeat, compare, report."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dash_attn.problem import Problem
+from dash_attn.tools.bench.audit.compare import merge
+from dash_attn.tools.bench.audit.stressors import NEED_CONDITIONS, PROCESSES
+from dash_attn.tools.bench.audit.targets import takes_conditions
+from dash_attn.tools.bench.audit.watch import Heard, Job, watched
+from dash_attn.tools.bench.progress import progress
+from dash_attn.tools.bench.record import shape_of
+
+Entry = dict[str, Any]
+Report = dict[str, Any]
+FINE = ("same bits", "not applicable")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
+    At most `at_once` fresh processes run side by side."""
+
+    device: str
+    stressors: tuple[str, ...]
+    repeats: int = 20
+    processes: int = 2
+    timeout: float = 180.0
+    at_once: int = 8
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A shape to draw, or a file with a saved step."""
+
+    name: str
+    problem: Problem | None = None
+    file: Path | None = None
+
+
+class Found:
+    """What is known by now, in the order of cases and targets, whichever ended first. `keep` sees it grow."""
+
+    def __init__(self, keep: Callable[[Report], None]) -> None:
+        self._groups: list[list[Entry]] = []
+        self._keep = keep
+
+    def group(self, case: str) -> Callable[[Entry], None]:
+        """Where the entries of a case and a target go."""
+        entries: list[Entry] = []
+        self._groups.append(entries)
+
+        def add(entry: Entry) -> None:
+            entries.append({"case": case, **entry})
+            self._keep(self.report())
+
+        return add
+
+    def report(self, complete: bool = False) -> Report:
+        entries = [entry for group in self._groups for entry in group]
+        fine = complete and all(entry["status"] in FINE for entry in entries)
+        return {"entries": entries, "complete": complete, "ok": fine}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One subject while it is audited. `tell` takes what is done now and how many steps of this case are finished."""
+
+    subject: Subject
+    folder: Path
+    how: Plan
+    tell: Callable[[str, int], None]
+
+    def watched(self, jobs: Sequence[Job], hear: Callable[[Job, dict[str, Any]], None]) -> list[Heard]:
+        return watched(jobs, self.folder, self.how.timeout, hear)
+
+
+def audit(
+    subjects: Sequence[Subject], targets: Sequence[str], how: Plan, keep: Callable[[Report], None] = lambda _: None
+) -> Report:
+    """An entry for each subject, target and stressor. `keep` gets the unfinished report again and again; after Ctrl-C
+    that is also what is returned."""
+    found, each = Found(keep), len(targets) + (PROCESSES in how.stressors)
+    keep(found.report())  # whatever an earlier run left there is not the result of this one
+    try:
+        with progress(each * len(subjects), "audit") as tell:
+            for number, subject in enumerate(subjects):
+
+                def tell_here(label: str, done: int, name: str = subject.name, before: int = number * each) -> None:
+                    tell(f"{name}, {label}", before + done)
+
+                with tempfile.TemporaryDirectory(prefix="dash_attn_audit_") as folder:
+                    _case(Case(subject, Path(folder), how, tell_here), targets, found)
+    except KeyboardInterrupt:
+        return found.report()
+    return found.report(complete=True)
+
+
+def _case(case: Case, targets: Sequence[str], found: Found) -> None:
+    """Target after target, then the fresh processes of all."""
+    file = _inputs(case, found)
+    if file is None:
+        return
+    fresh = []
+    for number, target in enumerate(targets):
+        job = {"step": str(file), "target": target, "device": case.how.device, "repeats": case.how.repeats}
+        job["reference"] = str(case.folder / f"reference{number}.pt")
+        add = found.group(case.subject.name)
+        if _target(job, case, number, add):
+            fresh.append((job, add))
+    if PROCESSES in case.how.stressors:
+        _processes(fresh, case, len(targets))
+
+
+def _inputs(case: Case, found: Found) -> Path | None:
+    if case.subject.file is not None:
+        return case.subject.file
+    assert case.subject.problem is not None
+    case.tell("inputs", 0)
+    file = case.folder / "step.pt"
+    job = {"make": shape_of(case.subject.problem), "device": case.how.device, "step": str(file)}
+    (heard,) = case.watched([job], lambda job, event: None)
+    if heard.verdict == "done":
+        return file
+    found.group(case.subject.name)(_said("-", "-", "error", f"inputs: {heard.verdict}: {heard.why}"))
+    return None
+
+
+def _target(job: Job, case: Case, number: int, add: Callable[[Entry], None]) -> bool:
+    """All stressors of a target but processes. After a hang or a crash the rest goes on in a new process. Whether it
+    runs at all."""
+    target, stressors = job["target"], case.how.stressors
+    unfit = [name for name in stressors if name in NEED_CONDITIONS and not takes_conditions(target)]
+    pending = [name for name in stressors if name not in (PROCESSES, *unfit)] or ["plain"]
+
+    def hear(job: Job, event: dict[str, Any]) -> None:
+        if "result" in event:
+            add(_judged(target, event["result"]))
+        elif event.get("at") in pending and "repeat" not in event:
+            case.tell(f"{target}: {event['at']}", number)
+
+    while pending:
+        case.tell(f"{target}: start", number)
+        (heard,) = case.watched([job | {"stressors": pending}], hear)
+        if heard.verdict == "missing":
+            add(_said(target, "-", "missing", heard.why))
+            return False
+        if heard.verdict == "done":
+            break
+        where = heard.at if heard.at in pending else pending[0]
+        add(_broken(target, where, heard))
+        if heard.at == "start":  # it would break again
+            return False
+        pending = pending[pending.index(where) + 1 :]
+    for name in unfit:
+        add(_said(target, name, "not applicable", "takes no such condition"))
+    return True
+
+
+def _processes(fresh: Sequence[tuple[Job, Callable[[Entry], None]]], case: Case, number: int) -> None:
+    """Fresh processes side by side, each against the first result of its target."""
+    count, at_once = case.how.processes, case.how.at_once
+    jobs = [job | {"stressors": [PROCESSES], "repeats": 1} for job, _ in fresh for _ in range(count)]
+    ended = itertools.count(1)
+
+    def hear(job: Job, event: dict[str, Any]) -> None:
+        if "result" in event:
+            case.tell(f"{PROCESSES}: {next(ended)} of {len(jobs)} compared, {job['target']}", number)
+
+    heard: list[Heard] = []
+    for first in range(0, len(jobs), at_once):
+        some = jobs[first : first + at_once]
+        case.tell(f"{PROCESSES}: start {len(some)} at once", number)
+        heard += case.watched(some, hear)
+    for index, (job, add) in enumerate(fresh):
+        add(_together(job["target"], heard[index * count : (index + 1) * count]))
+
+
+def _together(target: str, heard: Sequence[Heard]) -> Entry:
+    """One entry for the fresh processes of a target: the first that broke, or the sum."""
+    total: Entry = {"stressor": PROCESSES, "runs": 0, "differing": 0, "tensors": {}}
+    for each in heard:
+        if each.verdict != "done":
+            return _broken(target, PROCESSES, each)
+        (found,) = each.results
+        total["runs"] += found["runs"]
+        total["differing"] += found["differing"]
+        merge(total["tensors"], {k: {n: x for n, x in v.items() if n != "runs"} for k, v in found["tensors"].items()})
+    return _judged(target, total)
+
+
+def _judged(target: str, found: Entry) -> Entry:
+    return {"target": target, "status": "DIFFERS" if found["differing"] else "same bits", "why": "", **found}
+
+
+def _broken(target: str, stressor: str, heard: Heard) -> Entry:
+    status = "HANG" if heard.verdict == "hang" else "error"
+    others = f", while {heard.beside} more ran, perhaps because of them (--at-once 1 runs each alone)"
+    why = f"{heard.why}, after {heard.repeat} repeats{others if heard.beside else ''}"
+    return _said(target, stressor, status, why)
+
+
+def _said(target: str, stressor: str, status: str, why: str) -> Entry:
+    found = {"runs": 0, "differing": 0, "tensors": {}}
+    return {"target": target, "stressor": stressor, "status": status, "why": why, **found}

@@ -1,0 +1,64 @@
+"""The process that computes: told by a file what to do, says on standard output how far it is. It may hang or die;
+whoever started it sees that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dash_attn.tools.bench.audit import step as steps
+from dash_attn.tools.bench.audit.compare import differences, merge
+from dash_attn.tools.bench.audit.stressors import plain, stressors_on
+from dash_attn.tools.bench.audit.targets import Conditions, target_of
+from dash_attn.tools.bench.variants import reason
+
+MARK = "@audit "  # other lines on standard output are not for the parent
+
+
+def say(**event: Any) -> None:
+    print(MARK + json.dumps(event), flush=True)
+
+
+def run(job: dict[str, Any]) -> None:
+    """Repeat the target under each stressor, against the first result there ever was (kept in a file)."""
+    device = torch.device(job["device"])
+    say(at="start")
+    step = steps.load(Path(job["step"]), device)
+    reference = Path(job["reference"])
+    try:
+        target = target_of(job["target"], step)
+        first = None if reference.exists() else tuple(x.clone() for x in target(Conditions()))
+    except Exception as error:  # not installed, not built, not for this problem
+        say(missing=reason(error))
+        return
+    if first is None:
+        first = tuple(torch.load(reference, map_location=device, weights_only=True))
+    else:
+        torch.save(list(first), reference)
+    for name in job["stressors"]:
+        say(at=name)
+        found: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
+        runs = stressors_on(device.type).get(name, plain)  # of the others only where they run is different
+        for number, got in enumerate(runs(target, job["repeats"]), 1):
+            apart = differences(got, first)
+            found["runs"], found["differing"] = number, found["differing"] + bool(apart)
+            merge(found["tensors"], apart)
+            say(at=name, repeat=number)
+        say(result=found)
+    say(done=True)
+
+
+def make(job: dict[str, Any]) -> None:
+    """Draw a step once, so that every process gets the same, forward included."""
+    say(at="start")
+    steps.made(steps.problem_from(job["make"]), torch.device(job["device"])).save(Path(job["step"]))
+    say(done=True)
+
+
+if __name__ == "__main__":
+    told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    make(told) if "make" in told else run(told)

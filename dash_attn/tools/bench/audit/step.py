@@ -1,0 +1,87 @@
+"""What is audited: the operands of one backward, drawn for a shape or saved from a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_attn.api import attention
+from dash_attn.api.arguments import problem_of
+from dash_attn.backends import Operands
+from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.tools.bench.operands import draw
+
+NEEDED, OPTIONAL = ("dout", "q", "k", "v"), ("out", "lse")
+KEYWORDS = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "scale")
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Tensors as `dash_attn.backward` takes them, and its keywords."""
+
+    operands: Operands
+    keywords: dict[str, Any]
+
+    def problem(self) -> Problem:
+        o, given = self.operands, self.keywords
+        return problem_of(
+            o.q,
+            o.k,
+            o.v,
+            causal=given.get("causal", False),
+            window=given.get("window"),
+            boundaries={name: given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+            mask=None,
+            scale=given.get("scale"),
+        )
+
+    def batched(self) -> Operands:
+        """With a batch of one where tensors are packed."""
+        packed = self.operands.q.ndim == 3
+        return Operands(*(x.unsqueeze(0) if packed else x for x in self.operands))
+
+    def save(self, path: Path) -> None:
+        torch.save(self.operands._asdict() | {"kwargs": self.keywords}, path)
+
+
+def problem_from(shape: Mapping[str, Any]) -> Problem:
+    """From the words of a report: sizes, and full or causal."""
+    return Problem(**{**shape, "mask": CAUSAL if shape["mask"] == "causal" else FULL})
+
+
+def made(problem: Problem, device: torch.device) -> Step:
+    """Random operands of a shape; full and causal masks."""
+    return Step(draw(problem, device), {"causal": problem.mask.is_causal, "scale": problem.scale})
+
+
+def load(path: Path, device: torch.device) -> Step:
+    """A dict written by torch.save: dout, q, k, v; out and lse, or they are computed; kwargs of dash_attn.backward."""
+    if not path.is_file():
+        raise ValueError(f"--step {path}: no such file")
+    try:
+        found = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"--step {path}: not a file of tensors ({error})") from None
+    if not isinstance(found, dict) or set(NEEDED) - set(found):
+        raise ValueError(f"--step {path}: expected a dict with {', '.join(NEEDED)}, and kwargs")
+    keywords = dict(found.get("kwargs", {}))
+    unknown = [*(set(found) - {*NEEDED, *OPTIONAL, "kwargs"}), *(set(keywords) - set(KEYWORDS))]
+    if unknown:
+        raise ValueError(
+            f"--step {path}: {', '.join(sorted(unknown))} is not known; kwargs may be {', '.join(KEYWORDS)}"
+        )
+    tensors: list[Tensor] = [found[name] for name in NEEDED]
+    if all(isinstance(found.get(name), Tensor) for name in OPTIONAL):
+        tensors += [found[name] for name in OPTIONAL]
+    else:
+        names = {"cu_seqlens_q": "cu_seqlens"}
+        with torch.no_grad():
+            tensors += attention(
+                *tensors[1:], **{names.get(key, key): value for key, value in keywords.items()}, return_lse=True
+            )
+    return Step(Operands(*tensors), keywords)

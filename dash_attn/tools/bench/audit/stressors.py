@@ -1,0 +1,121 @@
+"""What a target is repeated under. Each stressor yields the gradients of every repeat, computed and waited for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+
+import torch
+
+from dash_attn.tools.bench.audit.targets import Conditions, Gradients, Target
+
+Stressor = Callable[[Target, int], Iterator[Gradients]]
+MARGINS, THREADS, WORKERS = (4, 16, 1), (1, 3, 2, 5), (3, 8, 1, 5)
+
+
+def plain(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Nothing but again."""
+    for _ in range(repeats):
+        yield _waited(target(Conditions()))
+
+
+def load(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Matrix products of changing size on two other streams, begun before and still running."""
+    streams, chance = [_stream() for _ in range(2)], random.Random(0)
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(repeats):
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(chance.randint(1, 12)):
+                    size = chance.choice((256, 1024, 4096))
+                    torch.mm(a[:size], a)
+        yield _waited(target(Conditions()))
+
+
+def stream(target: Target, repeats: int) -> Iterator[Gradients]:
+    """On a stream of its own each time."""
+    for _ in range(repeats):
+        side = _stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = target(Conditions())
+        yield _waited(found)
+
+
+def graph(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Captured once in a CUDA graph and replayed; results are poisoned before each replay."""
+    side = _stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            target(Conditions())
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = target(Conditions())
+    for _ in range(repeats):
+        for x in found:
+            x.fill_(float("nan"))
+        captured.replay()
+        yield _waited(found)
+
+
+def poison(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Whatever memory a call gets is full of NaN (and of -1, read as integers)."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _waited(target(Conditions()))
+    large = 2 * (torch.cuda.max_memory_allocated() - before) + 2**21
+    for _ in range(repeats):
+        torch.cuda.empty_cache()
+        blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in (large, *[2**19] * 16)]
+        del blocks
+        yield _waited(target(Conditions()))
+
+
+def margin(target: Target, repeats: int) -> Iterator[Gradients]:
+    """With fewer processors."""
+    for left_out in islice(cycle(MARGINS), repeats):
+        yield _waited(target(Conditions(sm_margin=left_out)))
+
+
+def threads(target: Target, repeats: int) -> Iterator[Gradients]:
+    """With other numbers of threads at once."""
+    for count in islice(cycle(THREADS), repeats):
+        yield target(Conditions(threads=count))
+
+
+def workers(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Placed on other numbers of workers."""
+    for count in islice(cycle(WORKERS), repeats):
+        yield target(Conditions(workers=count, threads=4))
+
+
+def jitter(target: Target, repeats: int) -> Iterator[Gradients]:
+    """Every contribution late, at random."""
+    for _ in range(repeats):
+        yield target(Conditions(threads=4, jitter=1e-3))
+
+
+PROCESSES = "processes"  # the same in processes of their own: started by the parent
+ON_GPU: dict[str, Stressor] = {f.__name__: f for f in (plain, load, stream, graph, poison, margin)}
+ON_CPU: dict[str, Stressor] = {f.__name__: f for f in (plain, threads, workers, jitter)}
+NEED_CONDITIONS = ("margin", "threads", "workers", "jitter")
+
+
+def stressors_on(device: str) -> dict[str, Stressor]:
+    return ON_CPU if device == "cpu" else ON_GPU
+
+
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _waited(found: Gradients) -> Gradients:
+    if found[0].device.type == "cuda":
+        torch.cuda.synchronize()
+    return found

@@ -1,0 +1,84 @@
+"""Who is audited: ours, a peer, or any function given as module:name with the arguments of dash_attn.backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from dash_attn import api
+from dash_attn.api.arguments import check_policy
+from dash_attn.backends import cpu
+from dash_attn.plan import placement, plan
+from dash_attn.tools.bench.audit.step import Step
+from dash_attn.tools.bench.peers import peer
+
+JITTER = 2e-3  # seconds by which an unordered contribution may be late, so that orders really differ
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What must not matter to the bits. Only ours can be told all of them."""
+
+    sm_margin: int = 0
+    threads: int | None = None
+    workers: int | None = None
+    jitter: float = 0.0
+
+
+Gradients = tuple[Tensor, ...]
+Target = Callable[[Conditions], Gradients]
+
+
+def parse(name: str) -> tuple[str, str]:
+    """(kind, rest) of a target's name, checked as far as a name can be."""
+    kind, _, rest = name.partition(":")
+    if kind in ("ours", "any"):
+        check_policy(rest or "auto")
+        return kind, rest or "auto"
+    if rest:
+        return "function", name
+    return "peer", peer(name).name
+
+
+def target_of(name: str, step: Step) -> Target:
+    """A call for a step, or an error that says why it cannot run here."""
+    kind, rest = parse(name)
+    if kind in ("ours", "any"):
+        ordered = kind == "ours"
+        return _cpu(step, rest, ordered) if step.operands.q.device.type == "cpu" else _gpu(step, rest, ordered)
+    if kind == "function":
+        module, _, attribute = rest.partition(":")
+        run = partial(getattr(import_module(module), attribute), **step.operands._asdict(), **step.keywords)
+        return lambda _: tuple(run())
+    (call,) = peer(rest).prepare(step.problem(), [step.operands])
+    return lambda _: call()
+
+
+def takes_conditions(name: str) -> bool:
+    return parse(name)[0] in ("ours", "any")
+
+
+def _gpu(step: Step, policy: str, ordered: bool) -> Target:
+    def run(c: Conditions) -> Gradients:
+        operands = step.operands._asdict()
+        return api.backward(**operands, **step.keywords, policy=policy, deterministic=ordered, sm_margin=c.sm_margin)
+
+    return run
+
+
+def _cpu(step: Step, policy: str, ordered: bool) -> Target:
+    problem, operands = step.problem(), step.batched()
+    planned = plan(problem, cpu.tile_shape(problem), policy)
+
+    def run(c: Conditions) -> Gradients:
+        workers = max(planned.co_resident, c.workers or torch.get_num_threads())
+        how = {"order": "program", "jitter": c.jitter} if ordered else {"order": "any", "jitter": JITTER}
+        placed = placement(planned, workers)
+        return cpu.backward(problem, planned.program, placed, operands, threads=c.threads, **how)  # type: ignore[arg-type]
+
+    return run

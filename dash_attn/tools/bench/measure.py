@@ -1,0 +1,135 @@
+"""One row of a result: every variant of a case, checked against float64, repeated, timed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dash_attn.backends import Gradients
+from dash_attn.tools.bench.cases import Case
+from dash_attn.tools.bench.operands import TOLERANCE, error, exact, input_sets
+from dash_attn.tools.bench.ours import Ours
+from dash_attn.tools.bench.peers import PEERS, peer
+from dash_attn.tools.bench.record import Row, gpu_now, shape_of
+from dash_attn.tools.bench.report import pair_of
+from dash_attn.tools.bench.timing import Timing, kernel_shares, peak_bytes, time_all
+from dash_attn.tools.bench.variants import Call, Variant, reason
+
+REPEATS = 3
+PASSES = 10  # of the paper's table of deviations
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What runs beside what, and how long."""
+
+    timing: Timing
+    ours: Ours
+    peers: tuple[str, ...] = ()
+    deterministic_only: bool = False
+
+    def variants(self, case: Case) -> list[Variant]:
+        """Peers first: ours is read against them."""
+        all_of_them = [*map(peer, self.peers), *self.ours.variants(case.problem)]
+        return [v for v in all_of_them if v.deterministic or not self.deterministic_only]
+
+
+def measure(case: Case, settings: Settings) -> Row:
+    """Microseconds, memory and errors of every variant, and which share of a call of ours is the main kernel;
+    `missing` could not run, `failed` ran and is wrong."""
+    device = settings.timing.device
+    row: Row = {
+        "cell": case.name,
+        "shape": shape_of(case.problem),
+        "flops": case.flops,
+        "default": settings.ours.default(case.problem),
+        "us": {},
+        "peak_bytes": {},
+        "error": {},
+        "same_bits": {},
+        "missing": {},
+        "failed": {},
+    }
+    sets = input_sets(case.problem, device)
+    want = exact(case.problem, sets[0])
+    ready: dict[str, list[Call]] = {}
+    for variant in settings.variants(case):
+        try:
+            calls = variant.prepare(case.problem, sets)
+            _check(case, variant, calls[0], want, row)
+            row["peak_bytes"][variant.name] = peak_bytes(calls[0], device)
+            ready[variant.name] = calls
+        except Exception as problem:  # a peer may fail in any way: it is reported, and the others still run
+            _report(variant, problem, row)
+    row["us"] = time_all(ready, settings.timing)
+    whose = ("ours", "fa4") if settings.ours.unordered else ()  # where the price is asked for
+    row["pairs"] = {who: us for who in whose if (us := _alone(pair_of(row, who), ready, settings.timing))}
+    mine = {name: calls for name, calls in ready.items() if name not in PEERS}
+    row["main_share"] = {name: found[0] for name, calls in mine.items() if (found := kernel_shares(calls[0], device))}
+    row["gpu"] = gpu_now(device)
+    return row
+
+
+def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Timing) -> dict[str, dict[str, float]]:
+    """A deterministic variant and its counterpart, timed by themselves: they draw the same power, so that neither finds
+    the GPU cooler than the other does. Empty unless both are there."""
+    return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
+
+
+def deviation(case: Case, settings: Settings, passes: int = PASSES) -> Row:
+    """How far identical backward passes lie apart: the largest |g_r - g_first| of a pass, averaged over the passes."""
+    row: Row = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
+    sets = input_sets(case.problem, settings.timing.device)[:1]
+    for variant in settings.variants(case):
+        try:
+            (call,) = variant.prepare(case.problem, sets)
+            first = [x.clone() for x in call()]
+            apart = [_apart(call(), first) for _ in range(passes)]
+            names = ("dq", "dk", "dv")
+            row["deviation"][variant.name] = {
+                "mean": sum(max(each) for each in apart) / passes,
+                "worst": {name: max(each[i] for each in apart) for i, name in enumerate(names)},
+                "differing_passes": sum(max(each) > 0 for each in apart),
+                "deterministic": variant.deterministic,
+            }
+            if variant.deterministic and any(max(each) > 0 for each in apart):
+                row["failed"][variant.name] = "promises determinism, and passes differ"
+        except Exception as problem:  # as in `measure`
+            _report(variant, problem, row)
+    return row
+
+
+def _check(case: Case, variant: Variant, call: Call, want: Gradients, row: Row) -> None:
+    first = [x.clone() for x in call()]
+    off = row["error"][variant.name] = error(case.problem, tuple(first), want)
+    same = all(_same(call(), first) for _ in range(REPEATS))
+    row["same_bits"][variant.name] = same
+    if not off <= TOLERANCE[case.problem.dtype]:
+        row["failed"][variant.name] = f"gradients are {off:.1e} from float64"
+    elif variant.deterministic and not same:
+        row["failed"][variant.name] = "promises determinism, and runs differ"
+
+
+def _report(variant: Variant, problem: Exception, row: Row) -> None:
+    """What a peer cannot do, and what nobody has built, is missing; when ours breaks it has failed."""
+    kind = "missing" if variant.name in PEERS or isinstance(problem, NotImplementedError | ImportError) else "failed"
+    row[kind][variant.name] = reason(problem)
+
+
+def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
+    return [float((a.float() - b.float()).abs().max()) for a, b in zip(some, others, strict=True)]
+
+
+def release(device: torch.device) -> None:
+    """A cell's graphs and workspaces must not count as the next one's memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,5 @@
+"""python -m dash_attn.tools.trace"""
+
+from dash_attn.tools.trace.run import main
+
+main()

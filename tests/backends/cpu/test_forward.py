@@ -1,0 +1,82 @@
+"""The forward: torch's kernel under every mask."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.backends import cpu
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from tests.backends.cpu.reference import error, exact, inputs
+from tests.strategies import examples, problems, tile_masks
+
+TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def check(problem: Problem, seed: int = 0) -> None:
+    q, k, v, dout = inputs(problem, seed)
+    out, lse = cpu.forward(problem, q, k, v)
+    expected = exact(problem, q, k, v, dout)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == (problem.batch, problem.heads_q, problem.len_q) and lse.dtype == torch.float32
+    blind = expected.lse == -math.inf
+    assert torch.equal(lse == -math.inf, blind)
+    assert not out.transpose(1, 2)[blind].any()
+    assert error(out, expected.out) <= TOLERANCE[problem.dtype]
+    assert error(lse[~blind], expected.lse[~blind]) <= TOLERANCE[problem.dtype]
+
+
+@given(problems(), st.sampled_from(sorted(TOLERANCE)), st.data())
+@examples(40)
+def test_any_problem(problem: Problem, dtype: str, data: st.DataObject) -> None:
+    mask = problem.mask
+    if data.draw(st.booleans()):
+        mask &= data.draw(tile_masks(problem.len_q, problem.len_k))
+    check(replace(problem, dim=8, dtype=dtype, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", sorted(TOLERANCE))
+@pytest.mark.parametrize(
+    ("mask", "len_q", "len_k"),
+    [
+        (FULL, 300, 700),
+        (CAUSAL, 700, 700),
+        (CAUSAL, 300, 700),
+        (CAUSAL, 700, 300),
+        (window(40, 5), 700, 700),
+        (documents([0, 90, 90, 600, 700], causal=True), 700, 700),
+    ],
+    ids=str,
+)
+def test_longer_than_a_band(mask: object, len_q: int, len_k: int, dtype: str) -> None:
+    check(Problem(1, 4, 2, len_q, len_k, 16, dtype, 0.3, mask))
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    threads = torch.get_num_threads()
+    try:
+        for mask in (FULL, CAUSAL, window(100, 20)):
+            problem = Problem(2, 4, 2, 600, 600, 32, "float32", None, mask)
+            q, k, v, _ = inputs(problem)
+            results = []
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                results.append(cpu.forward(problem, q, k, v))
+            assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(5, 3)], ids=str)
+def test_strides_do_not_matter(mask: Mask) -> None:
+    """torch's kernel takes rows for contiguous without a look: rows that are not must be copied first."""
+    problem = Problem(2, 4, 2, 40, 40, 16, "float32", mask=mask)
+    q, k, v, _ = inputs(problem, 0)
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
+    for a, b in zip(cpu.forward(problem, q, k, v), cpu.forward(problem, *turned), strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,228 @@
+"""Who runs the forward on CUDA, and how it is called: chosen and checked without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn.backends import cpu
+from dash_attn.backends.sm90 import forwards
+from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose, packing_of
+from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, tiles, window
+
+DOCUMENTS = documents([0, 20, 20, 50], [0, 10, 25, 40], causal=True)
+
+
+def posed(mask: Mask = FULL, len_q: int = 50, len_k: int = 40, **changes: Any) -> Problem:
+    return Problem(
+        **{"batch": 2, "heads_q": 4, "heads_kv": 2, "dim": 16, "dtype": "float32", **changes},
+        len_q=len_q,
+        len_k=len_k,
+        mask=mask,
+    )
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(forwards.VARIABLE, raising=False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Which providers this machine is taken to have; all, to begin with."""
+    found = {"fa4", "cudnn", "torch"}
+    for kind in (FlashAttention4, CuDnn):
+        monkeypatch.setattr(kind, "missing", lambda self: None if self.key in found else f"{self.key} is not installed")
+    return found
+
+
+# Problem, what is installed, who runs it.
+CHOICES = [
+    (posed(), {"fa4", "cudnn"}, "fa4"),
+    (posed(DOCUMENTS), {"fa4", "cudnn"}, "fa4"),
+    (posed(window(3, 100)), {"fa4", "cudnn"}, "fa4"),
+    (posed(), {"cudnn"}, "cudnn"),
+    (posed(CAUSAL, 40, 40), {"cudnn"}, "cudnn"),
+    (posed(CAUSAL, 50, 40), {"cudnn"}, "torch"),  # aligned at the start there
+    (posed(window(3, 0), 40, 40), {"cudnn"}, "torch"),
+    (posed(DOCUMENTS), {"cudnn"}, "torch"),
+    (posed(FULL, 1, 40), {"cudnn"}, "torch"),
+    (posed(), set(), "torch"),
+    (posed(window(3, 10)), set(), "torch"),
+    (posed(window(3, 100), 40, 40), set(), "torch"),
+]
+
+
+@pytest.mark.parametrize(("problem", "there", "chosen"), CHOICES, ids=lambda value: None)
+def test_chosen(problem: Problem, there: set[str], chosen: str, installed: set[str]) -> None:
+    installed &= there
+    assert choose(problem).key == chosen
+
+
+@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch"])
+def test_the_environment_is_read_at_the_call(key: str, installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(posed()).key == "fa4"
+    monkeypatch.setenv(forwards.VARIABLE, key)
+    assert choose(posed()).key == key
+
+
+REFUSED = [
+    (posed(), "fa3", ValueError, ["DASH_ATTN_FORWARD must be one of fa4, cudnn, torch", "'fa3'"]),
+    (posed(), "fa4", NotImplementedError, ["DASH_ATTN_FORWARD=fa4", "not installed", "cudnn, torch"]),
+    (posed(DOCUMENTS), "cudnn", NotImplementedError, ["DASH_ATTN_FORWARD=cudnn", "documents(3)", "fa4, torch"]),
+    (posed(window(3, 100)), "torch", NotImplementedError, ["right side of 100", "more queries than keys"]),
+    (posed(window(3, 100)), None, NotImplementedError, ["fa4: ", "cudnn: ", "torch: ", "dash_attn.backward"]),
+    (posed(tiles([[1]], 64, 64)), None, NotImplementedError, ["mask has tiles", "dash_attn.backward"]),
+    (posed(scale=-1.0), None, NotImplementedError, ["scale must be above 0", "-1.0", "dash_attn.backward"]),
+]
+
+
+@pytest.mark.parametrize(("problem", "asked", "kind", "words"), REFUSED, ids=lambda value: None)
+def test_refused(
+    problem: Problem,
+    asked: str | None,
+    kind: type[Exception],
+    words: list[str],
+    installed: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed.discard("fa4")
+    if asked:
+        monkeypatch.setenv(forwards.VARIABLE, asked)
+    with pytest.raises(kind) as caught:
+        choose(problem)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_installed_and_broken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "4.0")
+
+    def broken() -> None:
+        raise ImportError("no such symbol")
+
+    monkeypatch.setattr(forwards, "_fa4", broken)
+    forwards._fa4_missing.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"4\.0 is installed and cannot be imported.*DASH_ATTN_FORWARD=cudnn"):
+        choose(posed())
+    monkeypatch.setattr(forwards, "_fa4", lambda: lambda q, k, v: None)
+    assert "does not take causal, cu_seqlens_k" in str(FlashAttention4().missing())
+    forwards._fa4_missing.cache_clear()
+
+
+def test_labels_name_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "4.0.0b36")
+    assert FlashAttention4().label() == "flash-attn-4 4.0.0b36"
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert CuDnn().label().startswith("cudnn 9.10.2 (torch ")
+    assert f"(torch {torch.__version__})" in TorchFlash().label()
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    assert f"(torch {torch.__version__}, FA3)" in TorchFlash().label()
+
+
+def test_packing_is_copied_once() -> None:
+    where = torch.device("cpu")
+    packing = packing_of(Documents((0, 3, 5), (0, 4, 4)), 2, where)
+    assert packing.cu_seqlens_q.tolist() == [0, 3, 5, 8, 10] and packing.cu_seqlens_k.tolist() == [0, 4, 4, 8, 8]
+    assert packing.cu_seqlens_q.dtype == torch.int32 and packing[2:] == (3, 4)
+    assert packing_of(Documents((0, 3, 5), (0, 4, 4)), 2, where) is packing
+
+
+# ---- the calls, with the library's function replaced by one that does on the CPU what it documents -----------
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor, None]:
+    """As FlashAttention 4's forward."""
+    assert return_lse and (cu_seqlens_q is None) == (q.ndim == 4)
+    mask = window(window_size_left, window_size_right) & (CAUSAL if causal else FULL)
+    if cu_seqlens_q is not None:
+        assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+        mask &= documents(cu_seqlens_q, cu_seqlens_k)
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    batch, len_q, heads, dim = q.shape
+    problem = Problem(batch, heads, k.shape[2], len_q, k.shape[1], dim, "float32", softmax_scale, mask)
+    out, lse = cpu.forward(problem, q, k, v)
+    return (out, lse, None) if cu_seqlens_q is None else (out[0], lse[0], None)
+
+
+def aten_flash(q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: float, **sides: int) -> tuple[Tensor, ...]:
+    *packing, dropout, causal, debug = args
+    assert dropout == 0.0 and not debug
+    if packing[0] is None:
+        assert packing[2:] == [q.shape[1], k.shape[1]]
+        packing = [None] * 4
+    sides = {name: side for name, side in sides.items() if side is not None}
+    out, lse, _ = flash(q, k, v, *packing, scale, causal, **sides, return_lse=True)
+    nothing = torch.empty(0)
+    return out, lse.masked_fill(lse == -torch.inf, torch.inf), nothing, nothing, nothing
+
+
+def aten_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, dropout: float = 0.0, causal: bool = False, *, scale: float
+) -> tuple[Any, ...]:
+    assert bias is None and lse and dropout == 0.0 and not (causal and q.shape[2] != k.shape[2])
+    out, found, _ = flash(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal, return_lse=True)
+    return (out.transpose(1, 2), found.unsqueeze(-1), None, None, 0, 0, torch.empty(0), torch.empty(0), None)
+
+
+@pytest.fixture
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(forwards, "_fa4", lambda: flash)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_flash_attention_forward", aten_flash, "CPU")
+        library.impl("_scaled_dot_product_cudnn_attention", aten_cudnn, "CPU")
+        yield
+
+
+PROBLEMS = [
+    posed(scale=0.3),
+    posed(CAUSAL),
+    posed(CAUSAL, 40, 40),
+    posed(window(5, 3)),
+    posed(window(None, 3)),
+    posed(window(5, 0)),
+    posed(DOCUMENTS),
+    posed(DOCUMENTS & window(4, 2)),
+    posed(len_q=0),
+    posed(len_k=0),
+]
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("provider", forwards.PROVIDERS, ids=lambda provider: provider.key)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: forwards._shape(problem))
+def test_called_as_documented(
+    problem: Problem, provider: Provider, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if provider.refuses(problem):
+        pytest.skip("not for this provider")
+    monkeypatch.setenv(forwards.VARIABLE, provider.key)
+    torch.manual_seed(0)
+    q = torch.randn(2, problem.len_q, 4, 16)
+    k, v = (torch.randn(2, problem.len_k, 2, 16) for _ in range(2))
+    out, lse = forwards.forward(problem, q, k, v)
+    want, want_lse = cpu.forward(problem, q, k, v)
+    assert lse.shape == (2, 4, problem.len_q) and lse.dtype == torch.float32 and lse.is_contiguous()
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
+
+
+def test_packing_fields_are_arguments_of_the_library() -> None:
+    assert set(Packing._fields) <= set(flash.__annotations__)

@@ -1,0 +1,77 @@
+"""Tensors of more than 2^31 elements: make gpu-test"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import dash_attn
+from dash_attn.backends.sm90.launch import Grads, Inputs, Workspace, backward
+from dash_attn.problem import CAUSAL, Problem
+from tests.backends.sm90.cases import DEVICE, Case, changed, config_of, poison, sms, tables_of
+
+pytestmark = pytest.mark.gpu
+
+MANY = 2**31
+
+
+@pytest.fixture(autouse=True)
+def room() -> Iterator[None]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < 60 * 2**30:
+        pytest.skip(f"needs 60 GiB of free GPU memory, there are {free // 2**30}")
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("finish", ["last", "postpass"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_queries_and_sums(dim: int, finish: str) -> None:
+    """Only the last 384 queries of a row see keys, so that there is little to compute, but far out in every tensor."""
+    batch, heads, tokens = 16 * (128 // dim), 8, 384
+    short = Problem(batch, heads, heads, tokens, tokens, dim, mask=CAUSAL)
+    long = dataclasses.replace(short, len_q=2**17 + tokens)
+    cfg = dataclasses.replace(config_of(short), finish=finish)
+    near = Case.make(short)
+    want = near.run(cfg, tables_of(short, cfg, "fa3", sms()))
+
+    def far(x: torch.Tensor, before: float) -> torch.Tensor:
+        t = torch.full((batch, long.len_q, heads, dim), before, dtype=x.dtype, device=DEVICE)
+        t[:, -tokens:] = x
+        return t
+
+    dout, q, k, v, out, lse = near.inputs
+    blind = torch.full((batch, heads, long.len_q), -torch.inf, device=DEVICE)
+    blind[..., -tokens:] = lse
+    inputs = Inputs(far(dout, 0.0), far(q, float("nan")), k, v, far(out, 0.0), blind)
+    assert inputs.q.numel() > MANY
+    ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in (inputs.q, k, v)))
+    assert ws.dq_sum.numel() > MANY
+    poison(ws, into)
+    found = backward(cfg, tables_of(long, cfg, "fa3", sms()), inputs, scale=long.softmax_scale, into=into, workspace=ws)
+    assert int(changed((found.dq[:, -tokens:], found.dk, found.dv), want)) == 0
+    assert not bool(found.dq[:, :-tokens].any())
+
+
+def test_slices_of_one_tensor() -> None:
+    """q, k and v side by side in one tensor, and their gradients in another: strides and offsets past 2^31."""
+    batch, tokens, heads, dim = 2, 1000, 8, 128
+    rows = MANY // (3 * heads * dim) + tokens
+    fused, given = (torch.full((batch, rows, 3, heads, dim), 3.0, dtype=torch.bfloat16, device=DEVICE) for _ in "xy")
+    assert fused.stride(0) > MANY
+    case = Case.make(Problem(batch, heads, heads, tokens, tokens, dim, mask=CAUSAL))
+    dout, q, k, v, out, lse = case.inputs
+    fused[:, -tokens:] = torch.stack([q, k, v], 2)
+    want = dash_attn.backward(dout, q, k, v, out, lse, causal=True)
+    views, into = fused[:, -tokens:].unbind(2), given[:, -tokens:].unbind(2)
+    found = dash_attn.backward(dout, *views, out, lse, causal=True, dq=into[0], dk=into[1], dv=into[2])
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, into, strict=True))
+    assert int(changed(into, want)) == 0
+    assert bool((given[:, :-tokens] == 3.0).all())

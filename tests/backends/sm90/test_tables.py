@@ -1,0 +1,32 @@
+"""What is uploaded is the program: checked with the CPU as the device."""
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn.backends.sm90 import backend as hopper
+from dash_attn.plan import placement, plan
+from dash_attn.problem import CAUSAL, Mask, Problem, documents, window
+from dash_attn.tiling import TileShape
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, window(64, 0), documents([0, 100, 700])], ids=str)
+@pytest.mark.parametrize("workers", [8, 132])
+def test_tables_are_the_program(mask: Mask, workers: int):
+    problem = Problem(2, 4, 2, 700, 700, 128, mask=mask)
+    cfg = hopper.config_of(problem, True)
+    planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n))
+    program, placed = planned.program, placement(planned, workers)
+    tables = hopper.tables_of(planned, cfg, workers, torch.device("cpu"))
+    assert np.array_equal(tables.chains.numpy(), program.chains)
+    assert np.array_equal(tables.runs.numpy()[:, :7], program.runs) and not tables.runs[:, 7].any()
+    assert np.array_equal(tables.contributors.numpy(), program.contributors)
+    busy = [b for a, b in zip(placed.first, placed.first[1:], strict=False) if a < b]
+    assert tables.worker_first.tolist() == [0, *busy]  # workers without chains are left out
+    assert np.array_equal(tables.worker_chains.numpy(), placed.chains)
+    if mask == CAUSAL:
+        assert tables.row_lo is None
+    else:
+        rows = mask.intervals(700, 700)
+        assert all(np.array_equal(a.numpy(), b) for a, b in zip((tables.row_lo, tables.row_hi), rows, strict=True))
+    assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (tables.chains, tables.runs, tables.worker_first))

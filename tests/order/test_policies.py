@@ -1,0 +1,443 @@
+"""Every policy, on every mask it applies to, gives a program that verifies; and the orders are those of the paper."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import groupby, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Schedule, Template, applicable, choose, parse, schedule
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.program import build, place
+from dash_attn.simulate import Paper, simulate
+from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.verify import verify
+from tests.strategies import examples, tilings
+
+EVERYWHERE = ["fa3", "spt", "descending", "search"]
+
+
+def square(n: int, mask: Mask, group: int = 1, heads_kv: int = 1) -> Tiling:
+    """One tile a token: n x n tiles."""
+    return tile(Problem(1, heads_kv * group, heads_kv, n, n, mask=mask), TileShape(1, 1))
+
+
+def chains(template: Template) -> list[list[tuple[int, int, int]]]:
+    """(head, q tile, turn) of each visit of each chain."""
+    rows = list(zip(template.head.tolist(), template.q.tolist(), template.turn.tolist(), strict=True))
+    return [rows[a:b] for a, b in pairwise(template.first.tolist())]
+
+
+def bundles(order: Schedule) -> list[tuple[int, ...]]:
+    return [tuple(order.launch[a:b].tolist()) for a, b in pairwise(order.bundle_first.tolist())]
+
+
+# ---- every policy is valid wherever it applies -------------------------------------------------------------
+
+
+@examples(200)
+@given(st.data())
+def test_every_applicable_policy_verifies(data: st.DataObject) -> None:
+    tiling = data.draw(tilings())
+    for name in applicable(tiling):
+        width = data.draw(st.none() | st.integers(1, 5)) if POLICIES[name].windowed else None
+        program = build(schedule(tiling, Choice(name, width)))
+        needed = verify(program).co_resident
+        for workers in {needed, needed + 1, data.draw(st.integers(needed, needed + 9))} - {0}:
+            verify(program, workers)
+        if width is not None:
+            assert needed <= width
+        if not POLICIES[name].windowed:
+            assert needed <= 1, "an order without windows waits only for chains launched before"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(37, 0), window(20, 30)], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
+    """Odd tile counts, n_q != n_kv either way, many heads, more chains than a window holds."""
+    for len_q, len_k in [(77, 77), (77, 130), (130, 41), (5, 200), (200, 5)]:
+        for shape in (TileShape(4, 8), TileShape(8, 4), TileShape(7, 7)):
+            tiling = tile(Problem(2, 3 * group, 3, len_q, len_k, mask=mask), shape)
+            if name not in applicable(tiling):
+                continue
+            for width in (None, 1, 4, 64) if POLICIES[name].windowed else (None,):
+                program = build(schedule(tiling, Choice(name, width)))
+                verify(program, max(1, verify(program).co_resident))
+
+
+@pytest.mark.parametrize(
+    ("mask", "names"),
+    [
+        (FULL, [*EVERYWHERE, "shift"]),
+        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "level", "fold"]),
+        (window(6, 0), [*EVERYWHERE, "diagonal", "level"]),
+        (window(6, 3), [*EVERYWHERE, "diagonal", "level"]),
+        (documents([0, 10, 32]), [*EVERYWHERE, "diagonal", "level"]),
+        (tiles(np.array([[0, 1], [1, 0]]), 16, 16), EVERYWHERE),
+    ],
+    ids=str,
+)
+def test_which_policy_applies_where(mask: Mask, names: list[str]) -> None:
+    tiling = tile(Problem(1, 1, 1, 32, 32, mask=mask), TileShape(4, 4))
+    assert set(applicable(tiling)) == set(names)
+    for name in set(POLICIES) - set(names):
+        with pytest.raises(ValueError) as error:
+            schedule(tiling, name)
+        text = str(error.value)
+        assert repr(name) in text and str(mask) in text
+        assert all(other in text.partition("choose from")[2] for other in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("fastest", "unknown policy 'fastest': choose from auto, fa3"),
+        ("shift:many", "must be a whole number"),
+        ("shift:", "must be a whole number"),
+        ("shift:64:2", "must be a whole number"),
+        ("shift:0", "width of at least 1 goes with shift"),
+        ("fa3:4", "'fa3' cannot take width 4"),
+        ("auto:4", "'auto' cannot take width 4"),
+    ],
+)
+def test_bad_names(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        schedule(square(4, FULL), text)
+
+
+def test_parse() -> None:
+    assert parse("shift") == Choice("shift") and parse("shift:64") == Choice("shift", 64)
+    assert str(Choice("shift", 64)) == "shift:64" and str(Choice("fa3")) == "fa3"
+
+
+# ---- auto --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mask", [FULL, CAUSAL, window(300, 0), window(200, 100), documents([0, 100, 900, 1000])], ids=str
+)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
+def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
+    problem = Problem(2, heads[0] * heads[1], heads[0], 1000, 1000, mask=mask)
+    program = build(schedule(tile(problem, TileShape(5, 5))))
+    assert verify(program, AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
+
+
+@pytest.mark.parametrize(
+    ("groups", "tokens", "shape", "mask", "width"),
+    [
+        (64, 1024, TileShape(128, 128), FULL, 4),  # two tiles apart
+        (64, 8192, TileShape(128, 128), FULL, 32),
+        (64, 8192, TileShape(64, 128), FULL, 32),
+        (64, 16384, TileShape(64, 128), FULL, 64),  # four tiles apart, not eight
+        (64, 16384, TileShape(128, 128), FULL, 64),  # as many queries apart
+        (2, 8192, TileShape(128, 128), FULL, 64),  # or most of a GPU would have nothing to do
+    ],
+)
+def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask, width: int) -> None:
+    assert choose(tile(Problem(1, groups, groups, tokens, tokens, mask=mask), shape)).width == width
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "mask", "choice"),
+    [
+        (1, 512, CAUSAL, "level"),
+        (1, 16384, CAUSAL, "level"),
+        (4, 4096, CAUSAL, "level"),
+        (4, 2048, CAUSAL, "level"),  # 128 chains, all at once
+        (4, 32640, CAUSAL, "level"),
+        (4, 32768, CAUSAL, "fold"),  # 256 kv tiles
+        (7, 65536, CAUSAL, "fold"),
+        (1, 65536, CAUSAL, "level"),
+        (4, 65536, window(1000, 0), "spt"),
+        (1, 4096, documents([0, 1000, 4096], causal=True), "level"),
+        (1, 4096, documents([0, 1000, 4096]), "level"),
+        (4, 4096, window(1000, 0), "spt"),
+    ],
+    ids=str,
+)
+def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> None:
+    problem = Problem(1, 8 * group, 8, tokens, tokens, mask=mask)
+    assert str(choose(tile(problem, TileShape(64, 128)))) == choice
+    if choice == "level" and group > 1 and tokens <= 2048:  # more of them than workers
+        assert str(choose(tile(dataclasses.replace(problem, batch=4), TileShape(64, 128)))) == "symmetric_shift:16"
+
+
+@examples(50)
+@given(st.data())
+def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.DataObject) -> None:
+    """A chain visits its q tiles upwards but for the first few, which it keeps for the end if chains launched before
+    it, of documents before, end there."""
+    ends = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6, unique=True).map(sorted))
+    mask = documents([0, *ends], causal=data.draw(st.booleans()))
+    tiling = tile(Problem(1, 2, 1, ends[-1], ends[-1], mask=mask), TileShape(16, 32))
+    made = schedule(tiling, "spt")
+    rank = np.argsort(made.launch[: tiling.num_kv])
+    template = made.templates[0]
+    for kv, (low, high, _) in enumerate(tiling.spans):
+        before = [h for j, (_, h, _) in enumerate(tiling.spans[:kv]) if low < h < high and rank[j] < rank[kv]]
+        until = max(before, default=low)
+        tiles = [q for q in range(low, high) if tiling.state[kv, q]]
+        want = [q for q in tiles if q >= until] + [q for q in tiles if q < until]
+        visited = template.q[template.first[kv] : template.first[kv + 1]].tolist()
+        assert visited == (want * 2 if tiling.is_staircase and len(ends) > 1 else tiles * 2)
+
+
+@examples(100)
+@given(tilings())
+def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
+    choice = choose(tiling)
+    assert choice.policy in applicable(tiling)
+    assert build(schedule(tiling, "auto")).fingerprint == build(schedule(tiling, choice)).fingerprint
+
+
+# ---- order and placement are apart -------------------------------------------------------------------------
+
+
+@examples(150)
+@given(st.data())
+def test_fingerprint_knows_the_order_only(data: st.DataObject) -> None:
+    tiling = data.draw(tilings())
+    program = build(schedule(tiling, data.draw(st.sampled_from(applicable(tiling)))))
+    again = build(schedule(tiling, program.policy))
+    for workers in (1, 3, 200):
+        place(again, workers)
+    assert again.fingerprint == program.fingerprint
+    shuffled = np.array(data.draw(st.permutations(program.launch.tolist())), np.int32)
+    alone = np.arange(len(shuffled) + 1, dtype=np.int32)
+    moved = dataclasses.replace(program, launch=shuffled, bundle_first=alone, place="dealt")
+    assert moved.fingerprint == program.fingerprint
+    verify(moved)
+
+
+def test_different_orders_have_different_fingerprints() -> None:
+    full, causal = square(6, FULL), square(6, CAUSAL)
+    assert len({build(schedule(full, name)).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
+    names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
+    assert build(schedule(causal, "level")).fingerprint == build(schedule(causal, "descending")).fingerprint
+    causal = square(6, CAUSAL, heads_kv=2)
+    names = (*names, "level", "fold")
+    assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("lengths", [(96, 96), (96, 40), (40, 96), (101, 97)])
+@pytest.mark.parametrize("shape", [TileShape(4, 4), TileShape(4, 8), TileShape(8, 4)], ids=str)
+def test_diagonal_without_windows_is_spt_for_causal(group: int, lengths: tuple[int, int], shape: TileShape) -> None:
+    tiling = tile(Problem(1, 2 * group, 2, *lengths, mask=CAUSAL), shape)
+    spt, diagonal = (build(schedule(tiling, name)) for name in ("spt", "diagonal"))
+    assert spt.fingerprint == diagonal.fingerprint
+    # The same order launched the other way round is what makes it fast, and needs its chains together.
+    assert verify(spt).co_resident == 1 and (tiling.num_kv < 2 or verify(diagonal).co_resident > 1)
+
+
+# ---- the formulas of the design ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 17])
+def test_shift_is_the_formula(n: int) -> None:
+    order = schedule(square(n, FULL), "shift")
+    assert chains(order.templates[0]) == [[(0, (i + t) % n, t) for t in range(n)] for i in range(n)]
+    assert n < 3 or len(build(order).runs) == 2 * n - 1, "two runs a chain, one for chain 0"
+
+
+@pytest.mark.parametrize("n", [2, 4, 6, 10, 32])
+def test_symmetric_shift_is_the_formula(n: int) -> None:
+    order = schedule(square(n, CAUSAL), "symmetric_shift")
+    half = n // 2
+    expected: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
+    for i in range(half):
+        expected[i] = [(0, half + (i + t) % half, t) for t in range(half)] + [(0, q, q - i) for q in range(i, half)]
+        expected[n - 1 - i] = [(0, q, n - 1 - i) for q in range(n - 1, n - 2 - i, -1)]
+    assert chains(order.templates[0]) == expected
+    assert bundles(order) == [(i, n - 1 - i) for i in range(half)]
+
+
+def steps(order: Schedule, kv_window: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """For each dQ tile its (turn, step) pairs, over the chains of one window that start together."""
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for kv in kv_window:
+        for step, (head, q, turn) in enumerate(chains(order.templates[0])[kv]):
+            found.setdefault((head, q), []).append((turn, step))
+    return found
+
+
+@examples(150)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
+def test_shift_gives_every_handover_all_the_slack(num_q: int, num_kv: int, group: int, width: int) -> None:
+    """Chains of a window start evenly spread over the q tiles of each head: no hand-over is tighter than the stride."""
+    tiling = tile(Problem(1, group, 1, num_q, num_kv), TileShape(1, 1))
+    order = schedule(tiling, Choice("shift", width))
+    turn_of = 0
+    sizes = []
+    # Windows are runs of neighbours; recover them from the rounds of the launch.
+    parts = -(-num_kv // min(width, num_q))
+    for members in (np.flatnonzero(np.arange(num_kv) * parts // num_kv == w) for w in range(parts)):
+        stride = num_q // len(members)
+        assert stride >= 1
+        for pairs in steps(order, members.tolist()).values():
+            pairs.sort()
+            assert [turn for turn, _ in pairs] == list(range(turn_of, turn_of + len(members)))
+            assert all(later - earlier >= stride for (_, earlier), (_, later) in pairwise(pairs))
+        turn_of += len(members)
+        sizes.append(len(members))
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= width
+
+
+@pytest.mark.parametrize(("name", "n", "width"), [("shift", 4, 2), ("shift", 6, 2), ("symmetric_shift", 8, 2)])
+@pytest.mark.parametrize("heads", [1, 63, 64, 127, 128, 150])
+def test_windows_are_launched_a_few_heads_at_a_time(name: str, n: int, width: int, heads: int) -> None:
+    """A head's windows follow each other while its tiles are in cache: after as many bundles as fill a GPU."""
+    mask = CAUSAL if name == "symmetric_shift" else FULL
+    order = schedule(square(n, mask, heads_kv=heads), Choice(name, width))
+    tasks = bundles(order)
+    rounds = [list(each) for _, each in groupby(tasks, key=lambda bundle: bundle[0] % n // width)]
+    busy = 128 if heads >= 64 else heads * width
+    assert all(busy <= len(each) < busy + max(width, 128) for each in rounds)
+    many = len(tasks) // heads // width  # windows of a head
+    for block in (rounds[at : at + many] for at in range(0, len(rounds), many)):
+        assert len({frozenset(bundle[0] // n for bundle in each) for each in block}) == 1, "the same heads"
+    assert verify(build(order), 132).co_resident <= width
+
+
+@pytest.mark.parametrize("name", ["diagonal", "search"])
+def test_windows_of_unequal_chains_are_launched_in_all_heads_first(name: str) -> None:
+    """The short chains of one window would not give the long ones of the next time to get ahead."""
+    order = schedule(square(8, CAUSAL, heads_kv=150), Choice(name, 4))
+    assert np.all(np.diff(order.launch.reshape(-1, 4) // 8 % 150).max(axis=1) == 0), "window by window"
+    assert [len(set(part.tolist())) for part in (order.launch // 8).reshape(2, -1)] == [150, 150]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 9, 15, 16, 31])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
+    """At every step each dQ tile is visited by at most one pair of a head, for odd n as for even.
+
+    With several query heads in the group the paired chains climb and descend head after head, so only the rotation
+    is conflict free.
+    """
+    order = schedule(square(n, CAUSAL, group), "symmetric_shift")
+    visits = chains(order.templates[0])
+    seen = set()
+    for bundle in bundles(order):
+        at = [visit for chain in bundle for visit in visits[chain]]
+        for step, (head, q, _) in enumerate(at if group == 1 else at[: group * (n - n // 2)]):
+            assert (step, head, q) not in seen
+            seen.add((step, head, q))
+
+
+def test_spt_launches_the_shortest_first() -> None:
+    order = schedule(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), "spt")
+    assert order.launch.tolist() == [7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8]
+    assert [[q for _, q, _ in chain] for chain in chains(order.templates[0])][5] == [5, 6, 7]
+
+
+def test_rounds_put_windows_of_all_heads_before_the_next_window() -> None:
+    order = schedule(tile(Problem(1, 2, 2, 4, 4), TileShape(1, 1)), "shift:2")
+    assert order.launch.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_level_is_spt_and_in_the_last_heads_descending() -> None:
+    tiling = square(4, CAUSAL, group=2, heads_kv=5)
+    order, spt, descending = (schedule(tiling, name) for name in ("level", "spt", "descending"))
+    assert [chains(template) for template in order.templates] == [
+        chains(other.templates[0]) for other in (spt, descending)
+    ]
+    assert order.template_of.tolist() == [0, 0, 0, 1, 1]
+    first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
+    assert bundles(order) == [(chain,) for chain in first + [group * 4 + kv for kv in range(4) for group in (3, 4)]]
+    assert verify(build(order)).co_resident == 1
+    assert len(schedule(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
+
+
+@pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])
+def test_level_takes_heads_of_256_chains_together(tiles: int, heads: int, last: int) -> None:
+    order = schedule(square(tiles, CAUSAL, heads_kv=heads), "level")
+    assert order.template_of.sum() == last
+    assert len(set((order.launch[: 256 // tiles] // tiles).tolist())) == min(256 // tiles, last)
+
+
+def test_level_takes_few_short_heads_in_turn_before_the_last() -> None:
+    """Only where q tiles are smaller than kv tiles, and without a change of bits."""
+    heads = Problem(1, 80, 80, 4, 4, mask=CAUSAL)
+    short, even = schedule(tile(heads, TileShape(1, 2)), "level"), schedule(tile(heads, TileShape(2, 2)), "level")
+    assert short.template_of.tolist() == even.template_of.tolist() == [0] * 40 + [1] * 40
+    assert [chain // 2 for (chain,) in bundles(short)[:12]] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert [chain // 2 for (chain,) in bundles(even)[:80]] == [*range(40), *range(40)]
+    assert [chain // 2 for (chain,) in bundles(short)[80:]] == [*range(40, 80), *range(40, 80)]
+
+
+@examples(150)
+@given(st.integers(1, 24), st.integers(1, 3), st.booleans(), st.data())
+def test_level_hands_over_a_step_later_whenever_chains_start(
+    n: int, group: int, coming_down: bool, data: st.DataObject
+) -> None:
+    """Chains that start in launch order, going up: whenever they do. Coming down: at least a step apart for each
+    query head, because a shorter chain gains a step in each."""
+    order = schedule(square(n, CAUSAL, group, heads_kv=2), "level")
+    least = group if coming_down else 0
+    gaps = data.draw(st.lists(st.integers(least, least + 5), min_size=n, max_size=n))
+    launched = order.launch[order.template_of[order.launch // n] == coming_down] % n
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for kv, start in zip(launched.tolist(), np.cumsum(gaps).tolist(), strict=True):
+        for step, (head, q, turn) in enumerate(chains(order.templates[int(coming_down)])[kv]):
+            found.setdefault((head, q), []).append((turn, start + step))
+    for visits in found.values():
+        visits.sort()
+        assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))
+
+
+def test_fold_launches_the_short_half_then_the_long_half() -> None:
+    order = schedule(square(4, CAUSAL, group=2, heads_kv=2), "fold")
+    assert bundles(order) == [(chain,) for chain in (3, 2, 0, 1, 7, 6, 4, 5)]
+    assert [[(head, q) for head, q, _ in chain] for chain in chains(order.templates[0])] == [
+        [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1), (1, 0)],
+        [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1)],
+        [(0, 2), (0, 3), (1, 2), (1, 3)],
+        [(0, 3), (1, 3)],
+    ]
+
+
+@pytest.mark.parametrize("n", [4, 5, 8, 255, 257, 511, 512, 513, 770])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
+    """In each round the k-th of the short chains and the k-th of the long ones are as long as any other two. Only long
+    chains come down, and those in the last query head only. Turns are taken in the order of launch."""
+    order = schedule(square(n, CAUSAL, group), "fold")
+    visits = chains(order.templates[0])
+    turns: dict[tuple[int, int], list[int]] = {}
+    came_down = []
+    for kv in order.launch.tolist():
+        up = list(range(kv, n))
+        last = [q for head, q, _ in visits[kv] if head == group - 1]
+        came_down.append(last != up)
+        assert last == (up[::-1] if came_down[-1] else up)
+        assert [q for _, q, _ in visits[kv]] == up * (group - 1) + last
+        for head, q, turn in visits[kv]:
+            turns.setdefault((head, q), []).append(turn)
+    assert all(each == list(range(len(each))) for each in turns.values())
+    assert verify(build(order)).co_resident == 1
+
+    launched = zip(came_down, (n - order.launch).tolist(), strict=True)
+    parts = [[length for _, length in part] for _, part in groupby(launched, key=lambda each: each[0])]
+    shorts, longs = parts[::2], parts[1::2]
+    assert not came_down[0] and len(shorts) == len(longs) == max(1, n // 256)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert max(map(max, shorts)) < min(map(min, longs))
+    for short, long in zip(shorts, longs, strict=True):
+        together = {a + b for a, b in zip(short, long, strict=False)}
+        assert len(together) == 1 and abs(together.pop() - (n + 1)) < len(shorts)
+
+
+@pytest.mark.parametrize(("n", "group", "heads_kv"), [(6, 2, 2), (8, 4, 3), (256, 4, 2), (512, 2, 2), (768, 3, 1)])
+def test_fold_begins_every_round_together(n: int, group: int, heads_kv: int) -> None:
+    """As many workers as a round has short chains: none waits for a turn, and all end at once."""
+    program = build(schedule(square(n, CAUSAL, group, heads_kv), "fold"))
+    workers = n // (2 * max(1, n // 256))
+    found = simulate(program, workers, Paper(1, 0.25), record=False)
+    assert found.makespan == 1.25 * len(program.expand().q) / workers

@@ -1,0 +1,327 @@
+"""The audit finds what differs, hangs, dies or is missing, and passes what repeats."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dash_attn.problem import CAUSAL, Problem
+from dash_attn.tools.bench.audit import audit as audits
+from dash_attn.tools.bench.audit import child, watch
+from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.command import main, shown
+from dash_attn.tools.bench.audit.compare import bits, differences, merge
+from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
+from dash_attn.tools.bench.audit.targets import parse
+from dash_attn.tools.bench.audit.watch import Hear, Heard, _note, watched
+from dash_attn.tools.bench.record import write_json
+
+PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("step") / "step.pt"
+    made(PROBLEM, CPU).save(path)
+    return path
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of misbehaving functions, where child processes find it too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import fakes
+
+    monkeypatch.setattr(fakes, "_calls", 0)
+    return "fakes"
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children as plain calls: a process takes seconds to import torch."""
+
+    def run(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        return [one(job, hear) for job in jobs]
+
+    def one(job: dict, hear: Hear) -> Heard:
+        heard = Heard()
+
+        def say(**event: object) -> None:
+            _note(heard, event)
+            hear(job, event)
+
+        monkeypatch.setattr(child, "say", say)
+        (child.make if "make" in job else child.run)(job)
+        return heard
+
+    monkeypatch.setattr(audits, "watched", run)
+
+
+def deaf(job: dict, event: dict) -> None:
+    pass
+
+
+def job(step: Path, folder: Path, target: str, *stressors: str) -> dict:
+    reference = str(folder / "reference.pt")
+    return {
+        "step": str(step),
+        "target": target,
+        "device": "cpu",
+        "repeats": 6,
+        "stressors": list(stressors),
+        "reference": reference,
+    }
+
+
+def test_ours_repeats_under_every_stressor(in_process: None) -> None:
+    how = Plan("cpu", ("plain", "threads", "workers", "jitter", "processes"), repeats=2, processes=2)
+    report = audit([Subject("causal", PROBLEM)], ["ours", "ours:fa3"], how)
+    assert report["ok"]
+    assert [e["stressor"] for e in report["entries"]] == list(how.stressors) * 2
+    assert all(e["runs"] == 2 and e["status"] == "same bits" for e in report["entries"])
+
+
+def test_a_difference_is_found_and_described(in_process: None, fakes: str) -> None:
+    report = audit([Subject("causal", PROBLEM)], [f"{fakes}:differs"], Plan("cpu", ("plain", "threads"), repeats=8))
+    (plain, threads) = report["entries"]
+    assert not report["ok"]
+    assert plain["status"] == "DIFFERS" and plain["differing"] == 3  # calls 3, 6 and 9; the first is the reference
+    assert set(plain["tensors"]) == {"dk", "dv"}
+    assert plain["tensors"]["dk"]["first"] == [0, 3, 0, 5] and plain["tensors"]["dv"]["first"] == [0, 7, 0, 1]
+    assert plain["tensors"]["dk"]["elements"] == 1 and 0 < plain["tensors"]["dk"]["largest"] < 1e-5
+    assert threads["status"] == "not applicable"
+    text = shown(report)
+    assert "dk differs in 3 of 8 runs" in text and "[0, 3, 0, 5]" in text and "NOT all bits equal" in text
+
+
+def test_what_is_missing_is_not_passed(in_process: None, fakes: str) -> None:
+    report = audit([Subject("x", PROBLEM)], [f"{fakes}:absent", "fa4 det"], Plan("cpu", ("plain",), repeats=1))
+    assert [e["status"] for e in report["entries"]] == ["missing", "missing"]
+    assert not report["ok"] and "not for this machine" in report["entries"][0]["why"]
+
+
+def test_a_hang_is_ended_and_named(step: Path, tmp_path: Path, fakes: str) -> None:
+    """Each process is watched for itself: the others, dead or well, are told apart from the one that hangs."""
+    jobs = [job(step, tmp_path / name, f"{fakes}:{name}", "plain") for name in ("hangs", "dies", "copies")]
+    for each in jobs:
+        Path(each["reference"]).parent.mkdir()
+    heard, died, well = watched(jobs, tmp_path, 3, deaf)
+    assert (heard.verdict, heard.at, heard.repeat) == ("hang", "plain", 1)
+    assert audits._broken("x", heard.at, heard)["status"] == "HANG"
+    assert (died.verdict, died.at, died.why) == ("died", "plain", "exit status 11")
+    assert well.verdict == "done" and [found["runs"] for found in well.results] == [6]
+
+
+def test_who_may_have_waited_for_a_hang_gets_more_time() -> None:
+    """The first is ended, and the patience with the second begins anew: it speaks later than it had to."""
+    ended = SimpleNamespace(poll=lambda: 0)
+    now, lines = time.monotonic(), SimpleQueue()
+    silent, late = (watch._Child({}, ended, Path(), deadline) for deadline in (now, now + 0.05))
+    for after, line in ((0.3, '@audit {"done": true}'), (0.4, None)):
+        threading.Timer(after, lines.put, [(late, line)]).start()
+    watch._listen([silent, late], lines, 5, deaf)
+    assert (silent.heard.verdict, silent.heard.beside, late.heard.verdict) == ("hang", 1, "done")
+
+
+def test_whom_others_may_have_held_up_is_not_blamed_silently() -> None:
+    entry = audits._broken("x", "processes", Heard("hang", "silent for 4 s", beside=3))
+    assert entry["status"] == "HANG" and "while 3 more ran" in entry["why"] and "--at-once 1" in entry["why"]
+    assert audits._broken("x", "plain", Heard("hang", "silent for 4 s"))["why"] == "silent for 4 s, after 0 repeats"
+
+
+def test_no_child_outlives_an_interrupt(step: Path, tmp_path: Path, fakes: str, monkeypatch) -> None:
+    children, start = [], watch._started
+    monkeypatch.setattr(watch, "_started", lambda *told: children.append(start(*told)) or children[-1])
+
+    def hear(job: dict, event: dict) -> None:
+        if event.get("repeat") == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        watched([job(step, tmp_path, f"{fakes}:hangs", "plain")] * 2, tmp_path, 60, hear)
+    assert [child.process.returncode for child in children] == [-signal.SIGKILL] * 2
+
+
+def test_after_a_hang_the_other_stressors_still_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def watched(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        (told,) = jobs
+        asked.append(told["stressors"])
+        hangs = "workers" in told["stressors"]
+        found = {"stressor": "plain" if hangs else "jitter", "runs": 1, "differing": 0, "tensors": {}}
+        hear(told, {"result": found})
+        return [Heard("hang", "silent for 2 s", "workers", 1) if hangs else Heard("done")]
+
+    monkeypatch.setattr(audits, "watched", watched)
+    subject = Subject("x", file=tmp_path)
+    entries = audit([subject], ["ours"], Plan("cpu", ("plain", "workers", "jitter")))["entries"]
+    assert asked == [["plain", "workers", "jitter"], ["jitter"]]
+    assert [(e["stressor"], e["status"]) for e in entries] == [
+        ("plain", "same bits"),
+        ("workers", "HANG"),
+        ("jitter", "same bits"),
+    ]
+
+
+def test_fresh_processes_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of all targets, as many as may; the report keeps the order of targets."""
+    asked = []
+
+    def watched(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        asked.append([(told["target"], *told["stressors"]) for told in jobs])
+        found = {"stressor": jobs[0]["stressors"][0], "runs": 1, "differing": 0, "tensors": {}}
+        for told in reversed(jobs):
+            hear(told, {"result": found})
+        return [Heard("done", results=[found]) for _ in jobs]
+
+    monkeypatch.setattr(audits, "watched", watched)
+    how = Plan("cpu", ("plain", "processes"), processes=3, at_once=4)
+    report = audit([Subject("x", file=tmp_path)], ["ours", "any"], how)
+    fresh = [("ours", "processes")] * 3 + [("any", "processes")] * 3
+    assert asked == [[("ours", "plain")], [("any", "plain")], fresh[:4], fresh[4:]]
+    assert [(e["target"], e["stressor"], e["runs"]) for e in report["entries"]] == [
+        ("ours", "plain", 1),
+        ("ours", "processes", 3),
+        ("any", "plain", 1),
+        ("any", "processes", 3),
+    ]
+
+
+def test_progress_says_what_is_done_now(in_process: None, fakes: str, capsys) -> None:
+    how = Plan("cpu", ("plain", "jitter", "processes"), repeats=1)
+    audit([Subject(name, PROBLEM) for name in ("a", "b")], ["ours", f"{fakes}:copies"], how)
+    said = capsys.readouterr()
+    lines = [re.sub(r", \d+ s]", "]", line) for line in said.err.splitlines()]
+    assert said.out == "" and lines[:5] == [
+        "[1/6] audit a, inputs",
+        "[1/6] audit a, ours: start",
+        "[1/6] audit a, ours: plain",
+        "[1/6] audit a, ours: jitter",
+        "[2/6] audit a, fakes:copies: start",
+    ]
+    assert lines[6:8] == [
+        "[3/6] audit a, processes: start 4 at once",
+        "[3/6] audit a, processes: 1 of 4 compared, ours",
+    ]
+    assert lines[11] == "[4/6] audit b, inputs"
+
+
+def test_bits_are_compared_not_numbers() -> None:
+    zero, nan = torch.zeros(2, 3), torch.full((2, 3), float("nan"))
+    assert differences((zero, nan, zero), (zero, nan, zero)) == {}
+    found = differences((-zero, nan, zero), (zero, nan, zero))
+    assert found["dq"]["elements"] == 6 and found["dq"]["first"] == [0, 0] and found["dq"]["largest"] == 0
+    assert bits(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.int16
+    assert differences((nan, zero, zero), (zero, zero, zero))["dq"]["largest"] == float("inf")
+    total: dict = {}
+    merge(total, found)
+    merge(total, found)
+    assert total["dq"]["runs"] == 2
+
+
+def test_a_saved_step_may_leave_out_the_forward_and_pack_sequences(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(60, 2, 16, generator=generator) for _ in range(4))
+    kwargs = {"causal": True, "cu_seqlens_q": torch.tensor([0, 20, 60], dtype=torch.int32)}
+    torch.save({"dout": dout, "q": q, "k": k, "v": v, "kwargs": kwargs}, tmp_path / "packed.pt")
+    found = load(tmp_path / "packed.pt", CPU)
+    assert found.operands.out.shape == q.shape and found.operands.lse.shape == (2, 60)
+    assert found.batched().q.shape == (1, 60, 2, 16) and found.problem().mask.documents is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"q": 1}, "dout"),
+        ([1], "expected a dict"),
+        ({**dict.fromkeys(("dout", "q", "k", "v"), 0), "softcap": 1}, "softcap"),
+        ({**dict.fromkeys(("dout", "q", "k", "v"), 0), "kwargs": {"dropout": 1}}, "dropout"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: object, says: str) -> None:
+    torch.save(content, tmp_path / "step.pt")
+    with pytest.raises(ValueError, match=says):
+        load(tmp_path / "step.pt", CPU)
+    assert "causal" in KEYWORDS
+
+
+def test_targets() -> None:
+    assert parse("ours") == ("ours", "auto") and parse("ours:shift:8") == ("ours", "shift:8")
+    assert parse("fa4_det") == ("peer", "fa4 det") and parse("a.b:c") == ("function", "a.b:c")
+    with pytest.raises(ValueError, match="policy"):
+        parse("ours:nope")
+    with pytest.raises(ValueError, match="unknown peer"):
+        parse("nope")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stress", "graph", "--cpu"], "graph"),
+        (["--repeats", "0"], "--repeats"),
+        (["--timeout", "0"], "--timeout"),
+        (["--at-once", "0"], "--at-once"),
+        (["--target", "nope"], "nope"),
+        (["--step", "nowhere.pt"], "nowhere.pt"),
+        (["--step", "nowhere.pt", "--causal"], "own shape"),
+        (["--seqlen", "many"], "whole numbers"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        main(arguments)
+
+
+def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:
+    common = ["--cpu", "--step", str(step), "--stress", "plain", "--repeats", "3"]
+    assert main([*common, "--target", f"ours,{fakes}:right", "--json", "--out", str(tmp_path / "report.json")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert [e["target"] for e in report["entries"]] == ["ours", "fakes:right"]
+    assert report["complete"] and report["ok"]
+    assert main([*common, "--target", f"{fakes}:differs"]) == 1
+    assert "NOT all bits equal" in capsys.readouterr().out
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_found(in_process: None, fakes: str, step: Path, tmp_path, capsys) -> None:
+    """SIGTERM, the end of a job's time, is taken like Ctrl-C."""
+    out, before = tmp_path / "new" / "report.json", signal.getsignal(signal.SIGTERM)
+    told = ["--cpu", "--step", str(step), "--stress", "plain,jitter", "--repeats", "3", "--out", str(out)]
+    assert main([*told, "--target", f"ours,{fakes}:stopped,{fakes}:copies"]) == 130
+    assert "NOT complete" in capsys.readouterr().out and signal.getsignal(signal.SIGTERM) == before
+    report = json.loads(out.read_text())
+    assert not report["ok"] and not report["complete"] and "environment" in report
+    assert [(e["target"], e["stressor"], e["status"]) for e in report["entries"]] == [
+        ("ours", "plain", "same bits"),
+        ("ours", "jitter", "same bits"),
+    ]
+    assert [path.name for path in out.parent.iterdir()] == ["report.json"]
+
+
+def test_the_file_grows_with_every_finding(in_process: None, fakes: str) -> None:
+    kept: list[dict] = []
+    report = audit([Subject("x", PROBLEM)], [f"{fakes}:copies"], Plan("cpu", ("plain", "processes"), 1), kept.append)
+    assert [len(each["entries"]) for each in kept] == [0, 1, 2]  # first of all: an older file is not this run's
+    assert not any(each["ok"] or each["complete"] for each in kept) and report["ok"] and report["complete"]
+
+
+def test_only_files_are_replaced(tmp_path: Path) -> None:
+    pipe, told = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: told.append(json.loads(pipe.read_text())))
+    reader.start()
+    write_json({"ok": True}, pipe)
+    reader.join()
+    assert told == [{"ok": True}] and pipe.is_fifo()

@@ -1,0 +1,79 @@
+"""The harness on a Hopper GPU: make gpu-test"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.tools.bench import cases
+from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.stressors import ON_GPU, PROCESSES
+from dash_attn.tools.bench.block import measure_block
+from dash_attn.tools.bench.measure import Settings, deviation, measure
+from dash_attn.tools.bench.ours import Ours
+from dash_attn.tools.bench.timing import Timing
+
+pytestmark = pytest.mark.gpu
+
+ALL = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "triton two-pass")
+
+
+@pytest.fixture(scope="module")
+def cuda() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        pytest.fail("asked for GPU tests, but there is no Hopper GPU")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def settings(device: torch.device, *peers: str) -> Settings:
+    return Settings(Timing(device, rounds=2, budget_ms=5), Ours(), peers)
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_every_variant_is_right(cuda: torch.device, dim: int, mask) -> None:
+    row = measure(cases.Case("small", Problem(2, 4, 2, 1000, 1000, dim, mask=mask)), settings(cuda, *ALL))
+    wrong = {"fa4", "fa4 det"} if dim == 80 else set()  # what is wrong is reported, not left out
+    assert set(row["failed"]) <= wrong, row["failed"]
+    assert "triton two-pass" in row["us"] and "fa2" in row["us"], row["missing"]
+    assert all(bytes_ > 0 for bytes_ in row["peak_bytes"].values())
+
+
+@pytest.mark.parametrize("heads_kv", [8, 2])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_no_more_memory_than_fa4(cuda: torch.device, dim: int, heads_kv: int) -> None:
+    problem = Problem(1, 8, heads_kv, 4096, 4096, dim, mask=CAUSAL)
+    peak = measure(cases.Case("memory", problem), settings(cuda, "fa4", "fa4 det"))["peak_bytes"]
+    assert peak[Ours().default(problem)] <= peak["fa4 det"], peak
+
+
+def test_flex_is_right(cuda: torch.device) -> None:
+    row = measure(cases.Case("small", Problem(1, 4, 2, 1024, 1024, 64, mask=CAUSAL)), settings(cuda, "flex"))
+    assert "flex" in row["us"] and not row["failed"], (row["missing"], row["failed"])
+
+
+def test_only_what_promises_nothing_deviates(cuda: torch.device) -> None:
+    case = cases.Case("long", Problem(1, 4, 4, 8192, 8192, 128, mask=CAUSAL))
+    row = deviation(case, settings(cuda, "triton two-pass"))
+    assert not row["failed"]
+    assert row["deviation"][f"any ({Ours().default(case.problem)})"]["mean"] > 0
+    assert row["deviation"]["triton two-pass"]["mean"] == 0
+
+
+def test_a_block(cuda: torch.device) -> None:
+    model = cases.Model("small", 512, 4, 2, 128, 1024, CAUSAL, lengths=(1024,))
+    row, ours = measure_block(model, model.cases()[0], settings(cuda)), Ours().default(model.cases()[0].problem)
+    assert not row["failed"] and row["same_bits"][ours]
+    parts = row["parts"][ours]
+    assert min(parts.values()) > 0
+
+
+def test_audit_under_every_stressor(cuda: torch.device, tmp_path: Path) -> None:
+    how = Plan("cuda", (*ON_GPU, PROCESSES), repeats=5, processes=1)
+    report = audit([Subject("causal", Problem(1, 8, 2, 2048, 2048, mask=CAUSAL))], ["ours"], how)
+    assert report["ok"], report["entries"]
+    control = audit([Subject("causal", Problem(1, 8, 2, 4096, 4096, mask=CAUSAL))], ["any"], Plan("cuda", ("plain",)))
+    assert [entry["status"] for entry in control["entries"]] == ["DIFFERS"]

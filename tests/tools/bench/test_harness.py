@@ -1,0 +1,289 @@
+"""The harness: what is timed is checked, what cannot run is named, what was written can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn.backends import Operands, cpu
+from dash_attn.plan import placement, plan
+from dash_attn.problem import CAUSAL, FULL, Problem, window
+from dash_attn.tools.bench import cases, report, timing
+from dash_attn.tools.bench.command import cases_of, main, parser
+from dash_attn.tools.bench.measure import Settings, deviation, measure
+from dash_attn.tools.bench.operands import draw, error, exact, input_sets
+from dash_attn.tools.bench.ours import Ours
+from dash_attn.tools.bench.peers import PEERS, insist, peer
+from dash_attn.tools.bench.suites import SUITES
+from dash_attn.tools.bench.timing import Timing
+from dash_attn.tools.bench.variants import Variant, reason
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+TINY = cases.Case("tiny", Problem(2, 4, 2, 96, 96, 16, "float32", mask=CAUSAL))
+
+
+def settings(*peers: str, **ours: object) -> Settings:
+    return Settings(Timing(CPU, rounds=2, budget_ms=1.0), Ours(**{"policies": ("fa3",), **ours}), peers)
+
+
+# ---- cases -------------------------------------------------------------------------------------------------
+
+
+def test_the_grid_is_the_papers() -> None:
+    grid = cases.grid()
+    assert len({case.name for case in grid}) == len(grid) == 24
+    for case in grid:
+        p = case.problem
+        assert p.batch * p.len_q == 16384 and p.heads_q * p.dim == 2048 and p.group == 1
+    assert grid[0].flops == 2 * cases.Case("", Problem(32, 16, 16, 512, 512, mask=CAUSAL)).flops
+
+
+def test_models_have_their_real_dimensions() -> None:
+    for model in cases.MODELS:
+        assert model.heads % model.heads_kv == 0
+        assert model.heads * model.dim == model.hidden
+    names = [case.name for case in cases.models()]
+    assert "LLaMA3-8B 1x32768" in names and "SAM-huge 16x4096" in names and len(names) == len(set(names))
+    assert cases.lengths()[-1].problem.len_q == 131072
+
+
+def test_every_suite_has_known_peers_and_a_smaller_quick_form() -> None:
+    for suite in SUITES.values():
+        assert set(suite.peers) | set(suite.quick_peers) <= set(PEERS)
+        assert 0 < len(suite.quick()) < len(suite.cases())
+
+
+# ---- operands ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(20, 5)], ids=str)
+def test_the_float64_reference_agrees_with_autograd(mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dash_attn.tools.bench.operands.CHUNK", 1)  # bands of 16 rows
+    problem = Problem(2, 4, 2, 50, 50, 8, "float32", mask=mask)
+    o = draw(problem, CPU)
+    q, k, v = (x.double().transpose(1, 2).requires_grad_() for x in (o.q, o.k, o.v))
+    hidden = torch.from_numpy(~mask.dense(50, 50))
+    scores = (q @ k.repeat_interleave(2, 1).mT * problem.softmax_scale).masked_fill(hidden, -torch.inf)
+    out = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    grads = [g.transpose(1, 2) for g in torch.autograd.grad(out, (q, k, v), o.dout.double().transpose(1, 2))]
+    assert error(problem, tuple(grads), exact(problem, o)) < 1e-12
+    grads[1][0, 0, 0, 0] = float("nan")  # also outside of what float64 covers
+    assert np.isnan(error(problem, tuple(grads), exact(problem, o)))
+
+
+def test_inputs_rotate() -> None:
+    sets = input_sets(TINY.problem, CPU)
+    assert len(sets) >= 2 and not torch.equal(sets[0].q, sets[1].q)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+
+
+def wrong(problem: Problem, sets):
+    return [lambda s=s: (s.q, s.k, s.v) for s in sets]
+
+
+def restless(problem: Problem, sets):
+    calls = Ours().prepare(problem, sets, order="fa3", ordered=True)
+    return [lambda call=call: tuple(x + 1e-9 * torch.randn(()) for x in call()) for call in calls]
+
+
+def test_every_variant_is_checked_and_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "wrong", Variant("wrong", True, wrong))
+    monkeypatch.setitem(PEERS, "restless", Variant("restless", True, restless))
+    row = measure(TINY, settings("torch math", "fa4 det", "wrong", "restless"))
+    assert set(row["us"]) == {"torch math", "wrong", "restless", "fa3", "any (fa3)"}
+    assert row["missing"] == {"fa4 det": "runs on GPUs only"}
+    assert "from float64" in row["failed"].pop("wrong") and "differ" in row["failed"].pop("restless")
+    assert not row["failed"] and row["error"]["fa3"] < 1e-5 and row["same_bits"]["fa3"]
+    assert all(us["p20"] <= us["median"] <= us["p80"] for us in row["us"].values())
+
+
+def test_the_price_is_that_of_the_two_by_themselves() -> None:
+    row = measure(TINY, settings("torch math"))
+    assert set(row["pairs"]) == {"ours"} and set(row["pairs"]["ours"]) == {"fa3", "any (fa3)"}  # no FA4 on a CPU
+    row["pairs"]["ours"] = {"fa3": {"median": 100.0}, "any (fa3)": {"median": 98.0}}
+    assert report.price(row, "ours") == pytest.approx(0.02) and report.price(row, "fa4") is None
+    assert "+2.0%" in report.summary({"suite": "grid", "rows": [row]})
+    del row["pairs"]  # older results
+    assert report.price(row, "ours") == pytest.approx(1 - row["us"]["any (fa3)"]["median"] / row["us"]["fa3"]["median"])
+
+
+def test_a_call_longer_than_the_lead_in_has_one_before_it() -> None:
+    how = Timing(CPU, lead_ms=10.0, most_calls=40)
+    assert [timing._lead(us, how) for us in (100.0, 3_000.0, 9_900.0, 10_600.0)] == [100, 4, 2, 1]
+
+
+def test_our_own_errors_are_failures_but_what_is_not_built_is_missing() -> None:
+    row = measure(TINY, settings(policies=("fa3", "diagonal:0")))
+    assert "diagonal:0" in row["failed"]
+
+
+def test_deviation_is_zero_in_order_and_not_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.Case("four tiles", Problem(1, 1, 1, 1024, 1024, 16, "float32"))
+    planned = plan(case.problem, cpu.tile_shape(case.problem), "fa3")
+
+    def unordered(problem: Problem, sets):
+        def run(s: Operands):
+            return cpu.backward(problem, planned.program, placement(planned, 4), s, threads=4, order="any", jitter=2e-3)
+
+        return [lambda s=s: run(s) for s in sets]
+
+    monkeypatch.setitem(PEERS, "unordered", Variant("unordered", False, unordered))
+    row = deviation(case, settings("unordered", "cudnn", unordered=False))
+    assert row["deviation"]["fa3"]["mean"] == 0 and row["deviation"]["fa3"]["differing_passes"] == 0
+    assert row["deviation"]["unordered"]["mean"] > 0 and row["deviation"]["unordered"]["worst"]["dv"] == 0
+    assert "cudnn" in row["missing"] and not row["failed"]
+
+
+def test_only_deterministic_variants_if_asked() -> None:
+    how = Settings(Timing(CPU), Ours(("fa3",)), ("fa4", "fa4 det"), deterministic_only=True)
+    assert [v.name for v in how.variants(TINY)] == ["fa4 det", "fa3"]
+
+
+def test_orders_follow_the_mask() -> None:
+    full, causal = Problem(16, 16, 16, 1024, 1024), Problem(16, 16, 16, 1024, 1024, mask=CAUSAL)
+    assert Ours().orders(full)[0] == "shift:8" and Ours().orders(TINY.problem)[0].startswith("s")
+    assert Ours(("auto",)).orders(full) == ["shift:8"]
+    both = Ours(("shift:64", "symmetric_shift:64", "fa3"))
+    assert both.orders(full) == ["shift:64", "fa3"] and both.orders(causal) == ["symmetric_shift:64", "fa3"]
+    assert both.orders(TINY.problem) == ["shift:64", "symmetric_shift:64", "fa3"], "one tile is whole"
+
+
+def test_programs_are_kept_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, problem = Ours(("fa3",), programs=tmp_path), Problem(1, 2, 2, 512, 512, mask=CAUSAL)
+    assert ours.keep(problem) == 1 and len(list(tmp_path.glob("*.placement.npz"))) == 1
+    monkeypatch.setattr("dash_attn.tools.bench.ours._planned", None)  # must not plan again
+    assert ours.keep(problem) == 1
+
+
+def test_interleaved_samples_go_round_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    calls = {"a": [lambda i=i: seen.append(f"a{i}") for i in range(2)], "b": [lambda: seen.append("b")]}
+    monkeypatch.setattr(timing, "sample", lambda run, count, device: [call() for call in run[:count]] and 100.0)
+    timing.time_all(calls, Timing(CPU, rounds=30, budget_ms=3.0))  # a call in each round
+    rounds = [seen[-60:][i : i + 2] for i in range(0, 60, 2)]  # each in an order of its own
+    assert [sorted(each) for each in rounds] == [["a0", "b"], ["a1", "b"]] * 15
+    assert len({tuple(name[0] for name in each) for each in rounds}) == 2
+
+
+def test_shares_of_kernels() -> None:
+    """Per call 10 us of one, 3 of another, 20 in all; a late call does not count, nor what does not run in each."""
+    main = [(20.0 * i, 20.0 * i + 10) for i in range(5)]
+    main[0] = (-100.0, -80.0)
+    side = [(20.0 * i + 12, 20.0 * i + 15) for i in range(5)]
+    assert timing.shares_of([side, main, [(0.0, 1000.0)]], 5) == pytest.approx([0.5, 0.15])
+    assert timing.shares_of([], 5) == [] and timing.shares_of([[(0.0, 1.0)]], 1) == []
+    assert timing.kernel_shares(lambda: None, CPU) == []
+
+
+def test_insist_puts_back_what_was() -> None:
+    with insist():
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_reasons_are_one_short_line() -> None:
+    assert reason(ValueError("a\nb")) == "a" and reason(RuntimeError("")) == "RuntimeError"
+    assert len(reason(ValueError("x" * 1000))) == 200
+    with pytest.raises(ValueError, match="fa4_det"):
+        peer("nope")
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suite", ["price", "deviation", "block"])
+def test_a_run_on_the_cpu(suite: str, tmp_path: Path, capsys) -> None:
+    quick = ["--cpu", "--quick", "--rounds", "1", "--budget-ms", "1", "--causal", "--peers", "torch_math,fa4"]
+    assert main([*quick, "--suite", suite, "--out", str(tmp_path / "r.json")]) == 0
+    out, result = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
+    assert result["suite"] == suite and result["environment"]["torch"] == torch.__version__
+    assert "missing: fa4 (everywhere): runs on GPUs only" in out
+    with (tmp_path / "r.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    assert {"fa4"} <= {line["variant"] for line in lines} and all(line["suite"] == suite for line in lines)
+    ran = {line["variant"] for line in lines if line["us_median" if suite == "price" else "deviation"]}
+    assert ran and (suite == "block" or {"torch math"} < ran)
+
+
+def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from dash_attn.tools.bench.progress import steps
+
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert list(steps([TINY, TINY], "grid")) == [TINY, TINY]
+    assert "[2/2, 0 s] grid tiny" in capsys.readouterr().err
+
+
+def test_torch_and_numpy_are_enough() -> None:
+    """GPU machines often have little more: no command line library, no compiler for planning, nothing to draw with."""
+    absent = ("typer", "rich", "numba", "matplotlib", "rustworkx", "ortools", "transformers", "triton", "cutlass")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
+        f"import dash_attn.tools.bench.{name}" for name in ("command", "audit.command", "audit.child", "__main__")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=RESULTS.parents[1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_way_out_is_named() -> None:
+    with pytest.raises(ValueError, match="--cpu"):
+        main(["--suite", "grid"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--suite", "nope"], "--suite"),
+        (["--peers", "nope", "--cpu"], "nope"),
+        (["--policies", "nope", "--cpu"], "nope"),
+        (["--rounds", "0"], "--rounds"),
+        (["--batch-size", "2", "--cpu"], "--nheads"),
+        (["--seqlen", "17", "--cpu"], "--seqlen"),
+        (["--config", "{", "--cpu"], "JSON"),
+        (["--suite", "all", "--cpu", "--out", "x.json"], "folder"),
+    ],
+)
+def test_mistakes_are_named(arguments: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        main(arguments)
+
+
+def test_shape_options_pose_or_choose() -> None:
+    def chosen(*words: str) -> list[cases.Case]:
+        return cases_of(parser().parse_args(list(words)), "grid")
+
+    own = chosen("--nheads", "8", "--nheads-kv", "2", "--seqlen", "512,1k".replace("1k", "1024"), "--causal")
+    assert [case.problem for case in own] == [Problem(1, 8, 2, n, n, 128, mask=CAUSAL) for n in (512, 1024)]
+    assert [case.name for case in chosen("--seqlen", "4096", "--headdim", "64")] == ["d64 full 4096", "d64 causal 4096"]
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_the_committed_results() -> None:
+    result = json.loads((RESULTS / "before/backward_h200_2026-11-15_grid.json").read_text())
+    text = report.summary(result)
+    assert "d128 causal 16384" in text and "geometric mean" in text
+    row = result["rows"][0]
+    assert report.default_of(row) == "shift:64" and report.unordered_of(row) == "any (shift:64)"
+    us = {name: row["us"][name]["median"] for name in ("fa4", "fa4 det")}
+    assert report.price(row, "fa4") == pytest.approx(1 - us["fa4"] / us["fa4 det"])
+    assert not report.memory(result)
+    row["peak_bytes"] = {"shift:64": 123e6}
+    assert "123" in report.memory(result)[1][0] and "peak MB" in report.summary(result)
+    assert report.price(row, "fa2") is None and report.is_ours("fa3") and not report.is_ours("fa4 det")
+
+
+def test_a_variant_for_each_config() -> None:
+    ours = Ours(("fa3",), configs=({}, {"finish": "postpass", "split": True}))
+    names = [variant.name for variant in ours.variants(TINY.problem)]
+    assert names == ["fa3", "fa3 finish=postpass split=True", "any (fa3)"] and ours.default(TINY.problem) == "fa3"
+    assert [report.is_ours(name) for name in names] == [True, True, False]

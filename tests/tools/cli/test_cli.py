@@ -1,0 +1,196 @@
+"""The command line: its contract for scripts, and one clear line for every mistake."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dash_attn.order import POLICIES, schedule
+from dash_attn.problem import CAUSAL, Problem
+from dash_attn.program import Program, build, load, save
+from dash_attn.simulate import CLOSED_FORMS, Machine
+from dash_attn.tiling import TileShape, tile
+from dash_attn.tools.cli.main import main
+from dash_attn.tools.trace.record import save_trace
+from tests.tools.trace.synthetic import program_of, synthetic
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return stop.value.code, out, err
+
+
+TRACED = Machine()
+
+
+def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path):
+    trace = synthetic(program_of("causal"), 12, TRACED)
+    save_trace(trace, tmp_path / "events.npz")
+    files = ["--html", tmp_path / "page.html", "--perfetto", tmp_path / "trace.json"]
+    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", *files)
+    assert code == 0 and "compute" in out and "wrote" in out
+    page = (tmp_path / "page.html").read_text()
+    assert "measured, level" in page and "simulated, level" in page
+    names = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert any(name.startswith("reduce") for name in names)
+    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", "--json")
+    assert json.loads(out)["model"]["compute"] == pytest.approx(2.0)
+
+
+def test_tracing_without_a_gpu_says_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, _, err = run(capsys, "trace")
+    assert code == 2 and "Hopper GPU" in err and "python -m dash_attn.tools.trace --out" in err
+
+
+def test_calibrate(capsys, tmp_path):
+    us = {policy: {"median": median} for policy, median in (("shift:64", 383.0), ("fa3", 419.0))}
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [{"cell": "d128 full 512", "us": us}]}))
+    code, out, _ = run(capsys, "calibrate", tmp_path / "results.json", "--out", tmp_path / "model.json")
+    assert code == 0 and "d128 full 512" in out and "every policy in 1 of 1 cells" in out
+    assert Machine(**json.loads((tmp_path / "model.json").read_text())["128"]["machine"]).compute > 0
+    code, _, err = run(capsys, "calibrate", tmp_path / "none.json")
+    assert code == 2 and "none.json" in err
+
+
+@pytest.mark.parametrize(("mask", "policy"), CLOSED_FORMS)
+@pytest.mark.parametrize(("n", "m", "c", "r"), [(4, 2, 5, 1), (8, 4, 3, 2), (12, 2, 1, 1)])
+def test_simulate_json_reproduces_the_closed_forms(capsys, mask, policy, n, m, c, r):
+    sizes = ["--q-tiles", n, "--kv-tiles", n, "--heads", m, "--workers", n, "--compute", c, "--reduce", r]
+    code, out, _ = run(capsys, "simulate", "--mask", mask, "--policy", policy, *sizes, "--model", "paper", "--json")
+    row = json.loads(out)
+    assert code == 0
+    assert {"makespan", "lower_bound", "bubble", "stall", "fingerprint"} <= row.keys()
+    assert row["makespan"] == CLOSED_FORMS[mask, policy].makespan(n, m, c, r)
+
+
+def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
+    common = [
+        "simulate",
+        "--mask",
+        "causal",
+        "--policy",
+        "symmetric_shift",
+        "--q-tiles",
+        8,
+        "--kv-tiles",
+        8,
+        "--heads",
+        2,
+        "--json",
+    ]
+    prints = set()
+    for extra in (["--workers", 4], ["--workers", 7], ["--workers", 8, "--model", "machine"]):
+        code, out, _ = run(capsys, *common, *extra)
+        assert code == 0
+        prints.add(json.loads(out)["fingerprint"])
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nope"], "nope"),
+        (["simulate", "--bogus"], "--bogus"),
+        (["simulate", "--heads", "x"], "--heads"),
+        (["simulate", "--heads", "0"], "heads"),
+        (["simulate", "--q-tiles", "0"], "--q-tiles"),
+        (["simulate", "--workers", "0"], "--workers"),
+        (["simulate", "--mask", "round"], "--mask"),
+        (["bench", "--suite", "nope"], "--suite"),
+        (["audit", "--repeats", "0"], "--repeats"),
+        (["plot", "nowhere.json"], "nowhere.json"),
+        (["simulate", "--mask", "window:1"], "--mask"),
+        (["simulate", "--mask", "documents:a,b"], "--mask"),
+        (["simulate", "--mask", "documents:3,4"], "cu_seqlens"),
+        (["simulate", "--policy", "best"], "best"),
+        (["simulate", "--policy", "shift", "--mask", "causal"], "symmetric_shift"),
+        (["simulate", "--policy", "symmetric_shift"], "causal"),
+        (["simulate", "--policy", "shift", "--workers", "4"], "needs 8"),
+        (["simulate", "--policy", "fa3", "--width", "4"], "width"),
+        (["simulate", "--policy", "shift:x"], "width"),
+        (["simulate", "--model", "other"], "--model"),
+        (["simulate", "--compute", "-1"], "--compute"),
+        (["simulate", "--seqlen", "4096", "--tile", "64"], "--tile"),
+        (["simulate", "--gantt", "/dev/null/x.png"], "/dev/null"),
+        (["verify"], "file"),
+        (["verify", "/nonexistent"], "no such file"),
+        (["explain", "--heads", "6", "--kv-heads", "4"], "multiple"),
+    ],
+)
+def test_bad_arguments_exit_2_with_one_line(capsys, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("dash-attn: error: ") and err.count("\n") == 1
+    assert says in err
+
+
+def causal_program(policy: str) -> Program:
+    return build(schedule(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), policy))
+
+
+def test_verify_accepts_and_refuses(capsys, tmp_path):
+    path = tmp_path / "program.dash"
+    code, out, _ = run(capsys, "simulate", "--mask", "causal", "--policy", "symmetric_shift", "--save", path, "--json")
+    assert code == 0 and load(path).fingerprint == json.loads(out)["fingerprint"]
+    assert run(capsys, "verify", path, "--workers", 4)[0] == 0
+    code, out, err = run(capsys, "verify", path, "--workers", 3)
+    assert (code, out) == (1, "") and "needs 4" in err
+    code, out, _ = run(capsys, "verify", path, "--workers", 3, "--json")
+    assert code == 1 and json.loads(out)["ok"] is False
+
+    program = causal_program("fa3")
+    runs = program.runs.copy()
+    runs[0, 4] += 1
+    fields = {f: getattr(program, f) for f in program.__dataclass_fields__}
+    save(Program(**(fields | {"runs": runs})), path)
+    code, _, err = run(capsys, "verify", path)
+    assert code == 1 and "turn" in err and "q tile" in err
+
+    path.write_bytes(b"not a program")
+    code, _, err = run(capsys, "verify", path)
+    assert code == 1 and "no dash_attn program" in err
+
+
+def test_compare_lists_every_policy_that_applies(capsys):
+    code, out, _ = run(capsys, "compare", "--mask", "causal", "--json")
+    rows = json.loads(out)
+    assert code == 0 and [row["policy"] for row in rows] == [name for name in POLICIES if name != "shift"]
+    assert all(row["makespan"] >= row["lower_bound"] for row in rows)
+    code, out, _ = run(capsys, "compare", "--mask", "full", "--workers", "4", "--kv-tiles", "8", "--q-tiles", "8")
+    assert code == 0 and "needs 8" in " ".join(out.split())
+
+
+def test_search_exact_certifies_an_optimum(capsys, tmp_path):
+    pytest.importorskip("ortools")
+    path = tmp_path / "best.dash"
+    code, out, _ = run(capsys, "search", "--exact", "--mask", "causal", "--heads", 2, "--save", path, "--json")
+    rows = {row["policy"]: row for row in json.loads(out)}
+    assert code == 0 and rows["exact"]["optimal"]
+    assert rows["exact"]["makespan"] == rows["exact"]["proved_bound"] == rows["symmetric_shift"]["makespan"]
+    assert run(capsys, "verify", path, "--workers", 4)[0] == 0
+
+
+def test_explain_names_the_critical_path(capsys):
+    code, out, _ = run(capsys, "explain", "--seqlen", 1024, "--heads", 2, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["critical_path"][0].startswith("C(batch 0")
+    assert facts["co_resident"] <= 64
+    assert run(capsys, "explain", "--seqlen", 1024, "--heads", 2)[0] == 0
+
+
+def test_simulate_draws(capsys, tmp_path):
+    paths = {kind: tmp_path / f"x.{kind}" for kind in ("png", "html", "json")}
+    options = ["--gantt", paths["png"], "--html", paths["html"], "--perfetto", paths["json"]]
+    code, out, _ = run(capsys, "simulate", "--mask", "causal", "--policy", "descending", "--heads", 2, *options)
+    assert code == 0 and all(path.stat().st_size > 1000 and str(path) in out for path in paths.values())
+
+
+def test_module_entry_point_and_version():
+    done = subprocess.run([sys.executable, "-m", "dash_attn", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0.1.0"
+    done = subprocess.run([sys.executable, "-m", "dash_attn"], capture_output=True, text=True)
+    assert done.returncode == 0 and "simulate" in done.stdout

@@ -1,0 +1,134 @@
+"""Events back into time: what the stamps of known runs say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dash_attn.backends.sm90.config import STAMPS
+from dash_attn.program import load, save
+from dash_attn.simulate import Machine, simulate
+from dash_attn.timeline import ROLES
+from dash_attn.tools.trace.calibrate import BEGIN
+from dash_attn.tools.trace.fit import fit_trace
+from dash_attn.tools.trace.measured import Rows, measured, shares
+from dash_attn.tools.trace.record import load_trace, save_trace
+from dash_attn.tools.trace.timelines import simulated, timeline
+from tests.tools.trace.synthetic import program_of, synthetic
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+MODEL = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("mask", "workers"), [("full", 12), ("causal", 13), ("causal", 200)])
+def test_times_are_those_of_the_run(mask: str, workers: int, split: bool) -> None:
+    program = program_of(mask)
+    found = measured(synthetic(program, workers, MODEL, split=split))
+    line, same = timeline(found), simulate(program, workers, MODEL).timeline
+    for role in ROLES:
+        assert line.total(role) == pytest.approx(same.total(role), rel=1e-3, abs=0.5)
+    order = np.arange(program.num_tasks)  # compute events come first, in task order
+    np.testing.assert_allclose(line.begin[order], same.begin[order], atol=0.01)
+    np.testing.assert_array_equal(line.worker[order], found.sm[found.rows.task_worker])
+
+
+def test_rows_are_sms() -> None:
+    found = measured(synthetic(program_of(), 12, MODEL))
+    result, line = simulated(found, MODEL)
+    assert sorted(found.sm) == list(range(12)) and line.workers == 12
+    tasks = np.arange(found.trace.program.num_tasks)
+    np.testing.assert_array_equal(line.worker[tasks], timeline(found).worker[tasks])
+    assert result.makespan == pytest.approx(found.makespan, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["auto", "fa3", "spt"])
+def test_shares_add_up(policy: str) -> None:
+    program = program_of("causal", policy)
+    found = measured(synthetic(program, 12, MODEL))
+    sums, model = shares(found), simulate(program, 12, MODEL, record=False)
+    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.idle
+    assert parts == pytest.approx(sums.whole, rel=1e-3)
+    assert sums.compute == pytest.approx(
+        (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3
+    )
+    assert sums.slots == pytest.approx(model.blocked, rel=1e-2, abs=1.0)
+    assert sums.turns == pytest.approx(model.stall, rel=1e-2, abs=1.0)
+
+
+@pytest.mark.parametrize("policy", ["auto", "fa3"])
+def test_what_stamping_takes_is_no_waiting(policy: str) -> None:
+    """A slot that is free is seen a quarter of a microsecond late; waits shorter than that do not show at all."""
+    trace = synthetic(program_of("causal", policy), 12, MODEL)
+    plain, rows, stamp = measured(trace), Rows.of(trace), STAMPS.index
+    events = trace.events.copy()
+    for worker, row in ((rows.task_worker, rows.task_row), (rows.chain_worker, rows.chain_row)):
+        early = events[worker, row, stamp("computed")] - 420
+        events[worker, row, stamp("computed")] = early
+    late = measured(replace(trace, events=events))
+    assert shares(plain).gaps == pytest.approx(0, abs=1.0)
+    assert shares(late).slots == pytest.approx(shares(plain).slots, rel=0.02, abs=1.0)
+    assert shares(late).gaps == pytest.approx(0.25 * (program_of("causal", policy).num_tasks + 64), rel=0.15)
+    np.testing.assert_array_equal(late.blocked > 0.1, plain.blocked > 0.1)
+
+
+@pytest.mark.parametrize(
+    "file, makespan, early, slots",
+    [
+        ("trace_h200_2026-11-15_d64", 1228, (-0.001, 0.001), (0.002, 0.004)),
+        ("trace_h200_2026-11-15_d128", 1075, (-0.001, 0.001), (0.001, 0.003)),
+        ("before/trace_h200_2026-11-15_d64_consumer_fence", 1280, (-0.001, 0.001), (0.002, 0.004)),
+        ("before/trace_h200_2026-11-15_d128_consumer_fence", 1097, (-0.001, 0.001), (0.001, 0.003)),
+        ("before/trace_h200_2026-11-15_d64_symmetric", 1317, (0.02, 0.03), (0.02, 0.03)),
+        ("before/trace_h200_2026-11-15_d128_symmetric", 1103, (0.02, 0.03), (0.02, 0.03)),
+    ],
+)
+def test_real_traces(file: str, makespan: float, early: tuple[float, float], slots: tuple[float, float]) -> None:
+    """Of an H200: `level` fills its 132 SMs. Pairs fill 128; four start the next window early and wait, each time
+    others."""
+    found = measured(load_trace(RESULTS / f"{file}.npz"))
+    sums = shares(found)
+    assert sorted(found.sm) == list(range(132)) and found.split == ("d64" in file)
+    assert found.makespan == pytest.approx(makespan, abs=1)
+    assert sum(us for name, us, _ in sums.table() if name not in ("turns", "early")) == pytest.approx(sums.whole)
+    assert early[0] < sums.early / sums.whole < early[1] and slots[0] < sums.slots / sums.whole < slots[1]
+    assert sums.early <= sums.slots
+    assert sums.loads < 0.001 * sums.whole
+    machine = fit_trace(found)
+    assert machine.first == pytest.approx(BEGIN[64 if found.split else 128].machine.first, abs=0.05)
+    assert 0.04 < machine.jitter < 0.1
+    modelled, _ = simulated(found, machine)
+    assert modelled.makespan == pytest.approx(found.makespan, rel=0.03)
+
+
+def test_files(tmp_path: Path) -> None:
+    trace = synthetic(program_of(), 12, MODEL)
+    save_trace(trace, tmp_path / "events.npz")
+    back = load_trace(tmp_path / "events.npz")
+    np.testing.assert_array_equal(back.events, trace.events)
+    assert back.events.dtype == trace.events.dtype
+    assert back.facts == trace.facts and back.program.fingerprint == trace.program.fingerprint
+    assert load(tmp_path / "events.npz").fingerprint == trace.program.fingerprint
+    extra = {"trace_events": trace.events, "trace_first": trace.placement.first, "trace_facts": np.array("{}")}
+    save(trace.program, tmp_path / "older.npz", extra | {"trace_chains": trace.placement.chains})
+    np.testing.assert_array_equal(load_trace(tmp_path / "older.npz").events, trace.events)
+    save(trace.program, tmp_path / "program.npz")
+    with pytest.raises(ValueError, match="a program without a trace"):
+        load_trace(tmp_path / "program.npz")
+    with pytest.raises(ValueError, match="no such file"):
+        load_trace(tmp_path / "none.npz")
+
+
+def test_what_is_missing_is_noticed() -> None:
+    trace = synthetic(program_of(), 12, MODEL)
+    holes = trace.events.copy()
+    holes[3, 4, 7] = 0
+    with pytest.raises(ValueError, match="incomplete"):
+        measured(replace(trace, events=holes))
+    with pytest.raises(ValueError, match="too few"):
+        measured(replace(trace, events=trace.events[:, :5]))
+    with pytest.raises(ValueError, match="do not belong"):
+        measured(replace(trace, events=trace.events[:5]))
