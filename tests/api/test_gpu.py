@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn.api import calls, hopper
+from dash_attn.api import calls
+from dash_attn.backends.sm90 import backend as hopper
 
 pytestmark = pytest.mark.gpu
 

@@ -244,7 +244,7 @@ import torch.nn as nn, numpy
 from typing import TYPE_CHECKING
 from . import tile
 from ..problem.mask import Mask
-from dash_attn import schedule
+from dash_attn import order
 if TYPE_CHECKING:
     import rich
 else:
@@ -254,7 +254,7 @@ try:
 except ImportError:
     pass
 def f():
-    from ..cli import main
+    from ..tools.cli import main
     importlib.import_module("dash_attn.api.ops")
 class C:
     import json

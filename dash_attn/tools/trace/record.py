@@ -59,9 +59,7 @@ def load_trace(path: str | Path) -> Trace:
             events = archive[EVENTS] if EVENTS in archive else unpack(archive[STEPS])
             return Trace(program, placement, events, json.loads(str(archive[FACTS])))
     except KeyError:
-        raise ValueError(
-            f"{path} is a program without a trace: make one with dash-attn trace"
-        ) from None
+        raise ValueError(f"{path} is a program without a trace: make one with dash-attn trace") from None
 
 
 def pack(events: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
