@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from dash_attn.api.calls import Boundaries, read, values_of
 from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 
@@ -19,25 +20,35 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 OLDEST_TORCH = (2, 9)
 
 Window = tuple[int | None, int | None]
-Boundaries = Tensor | Sequence[int]
 
 
-def problem_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: Window | None,
-    boundaries: Mapping[str, Boundaries | None],
-    mask: Mask | None,
-    scale: float | None,
-) -> Problem:
-    """The problem that a caller's arguments pose.
+class Arguments(NamedTuple):
+    """What a caller asks of attention, beside the tensors. `names` are the caller's words for the cu_seqlens."""
 
-    `boundaries` are the cu_seqlens of queries and of keys, by the names the caller knows them by.
-    """
-    check_tensors(q, k, v, boundaries, scale)
+    causal: bool = False
+    window: Window | None = None
+    cu_q: Boundaries | None = None
+    cu_k: Boundaries | None = None
+    mask: Mask | None = None
+    scale: float | None = None
+    policy: str = "auto"
+    deterministic: bool | None = None
+    sm_margin: int = 0
+    names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
+
+    def key(self) -> tuple[object, ...]:
+        """Everything about the arguments that a check looks at, values of cu_seqlens included. Types are part of it,
+        because 1 equals True and 1.0 equals 1, but not every check takes both."""
+        window = self.window
+        sides = (*window, *map(type, window)) if type(window) is tuple else (window,)
+        kinds = tuple([type(x) for x in (self.causal, window, self.scale, self.deterministic, self.sm_margin)])
+        cu = (values_of(self.cu_q), values_of(self.cu_k))
+        return (self.causal, sides, *cu, self.mask, self.scale, *self[6:], wants_determinism(self.deterministic), kinds)
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
+    """The problem that a caller's arguments pose, or an error that names the argument."""
+    check_arguments(q, k, v, asked)
     return Problem(
         batch=q.shape[0] if q.ndim == 4 else 1,
         heads_q=q.shape[-2],
@@ -46,19 +57,20 @@ def problem_of(
         len_k=k.shape[-3],
         dim=q.shape[-1],
         dtype=DTYPES[q.dtype],
-        scale=None if scale is None else float(scale),
-        mask=mask_of(causal, window, mask) & documents_of(boundaries, q, k),
+        scale=None if asked.scale is None else float(asked.scale),
+        mask=mask_of(asked) & documents_of(asked, q, k),
     )
 
 
-def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Mapping[str, Boundaries | None], scale: float | None
-) -> None:
-    """All that can be said without reading a value, so that torch.compile can trace it."""
+def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
+    """Every check that reads no value of a tensor, so that torch.compile can trace it."""
+    check_policy(asked.policy)
+    check_margin(asked.sm_margin)
+    check_flag("deterministic", asked.deterministic)
     _check_tensor("q", q)
     if q.ndim not in (3, 4):
         raise ValueError(
-            f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {next(iter(boundaries))}; "
+            f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {asked.names[0]}; "
             f"got shape {tuple(q.shape)}"
         )
     if q.dtype not in DTYPES:
@@ -79,8 +91,8 @@ def check_tensors(
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
-    _check_scale(scale)
-    _check_packing(boundaries, q)
+    _check_scale(asked.scale)
+    _check_packing(asked, q)
 
 
 def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
@@ -138,11 +150,13 @@ def wants_determinism(deterministic: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") != "0"
 
 
-def mask_of(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
+def mask_of(asked: Arguments) -> Mask:
+    """The mask without the packed sequences."""
+    mask, sides = asked.mask, asked.window
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
-    check_flag("causal", causal)
-    total = (CAUSAL if causal else FULL) & (mask or FULL)
+    check_flag("causal", asked.causal)
+    total = (CAUSAL if asked.causal else FULL) & (mask or FULL)
     if sides is None:
         return total
     if (
@@ -156,9 +170,9 @@ def mask_of(causal: bool, sides: Window | None, mask: Mask | None) -> Mask:
     return total & window(*sides)
 
 
-def documents_of(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tensor) -> Mask:
-    """The packed sequences, if any: here values are read."""
-    (q_name, cu_q), (k_name, cu_k) = boundaries.items()
+def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
+    """The packed sequences, if any. The values of cu_seqlens are read here."""
+    (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
     if cu_q is None:
         return FULL
     first = _checked(q_name, cu_q, q.shape[-3])
@@ -166,8 +180,6 @@ def documents_of(boundaries: Mapping[str, Boundaries | None], q: Tensor, k: Tens
         if k.shape[-3] != q.shape[-3]:
             raise ValueError(f"{k_name} is needed: there are {q.shape[-3]} queries and {k.shape[-3]} keys")
         return documents(first)
-    if cu_k is cu_q and k.shape[-3] == q.shape[-3]:
-        return documents(first)  # of a GPU's tensor every reading is a wait
     second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
@@ -179,8 +191,8 @@ def _check_scale(scale: Any) -> None:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}")
 
 
-def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> None:
-    (q_name, cu_q), (k_name, cu_k) = boundaries.items()
+def _check_packing(asked: Arguments, q: Tensor) -> None:
+    (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
     if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
         raise ValueError(
             f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "
@@ -188,7 +200,7 @@ def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> No
         )
     if cu_q is None and cu_k is not None:
         raise ValueError(f"{k_name} was given without {q_name}")
-    for name, cu in boundaries.items():
+    for name, cu in ((q_name, cu_q), (k_name, cu_k)):
         if isinstance(cu, Tensor):
             if cu.ndim != 1 or cu.dtype != torch.int32:
                 raise ValueError(f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}")
@@ -196,22 +208,17 @@ def _check_packing(boundaries: Mapping[str, Boundaries | None], q: Tensor) -> No
                 raise ValueError(f"{name} must be on the device of q, {q.device}, or on the CPU; got {cu.device}")
 
 
-def _checked(name: str, values: Boundaries, tokens: int) -> list[int]:
-    if isinstance(values, Tensor):
-        if values.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise NotImplementedError(
-                f"{name} is on a GPU, and its values cannot be read while a CUDA graph is captured: give a list or a "
-                "tensor on the CPU"
-            )
-        found: list[int] = values.tolist()
+def _checked(name: str, given: Boundaries, tokens: int) -> tuple[int, ...]:
+    if isinstance(given, Tensor):
+        ends = read(given)
     else:
-        found = list(values) if isinstance(values, Iterable) else []
-        if not found or not all(isinstance(x, SupportsIndex) for x in found):
-            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {values!r}")
-    if len(found) < 2 or found[0] != 0 or found[-1] != tokens or any(a > b for a, b in pairwise(found)):
-        shown = str(found) if len(found) < 9 else f"[{', '.join(map(str, found[:7]))}, ... {found[-1]}]"
+        ends = tuple(given) if isinstance(given, Iterable) else ()
+        if not ends or not all(isinstance(x, SupportsIndex) for x in ends):
+            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
+        shown = str(list(ends)) if len(ends) < 9 else f"[{', '.join(map(str, ends[:7]))}, ... {ends[-1]}]"
         raise ValueError(f"{name} must begin with 0, never decrease and end with the {tokens} tokens; got {shown}")
-    return found
+    return ends
 
 
 def _check_tensor(name: str, x: object) -> None:

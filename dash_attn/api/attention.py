@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,46 +10,54 @@ from torch import Tensor
 from dash_attn.api import ops
 from dash_attn.api.arguments import (
     DTYPES,
-    Boundaries,
+    Arguments,
     Window,
-    check_flag,
-    check_margin,
-    check_policy,
-    check_tensors,
+    check_arguments,
     mask_of,
     problem_of,
     wants_determinism,
 )
-from dash_attn.api.ops import Posed
-from dash_attn.backends import backend_for
-from dash_attn.plan import plan
+from dash_attn.api.calls import Boundaries, recall, traits
+from dash_attn.api.ops import Order, Posed
+from dash_attn.backends import Operands, Options
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 
-
-class Order(NamedTuple):
-    """What only the backward asks for, as the operator takes it."""
-
-    policy: str
-    deterministic: bool | None
-    sm_margin: int
+PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have an opinion on what an operator means
 
 
 class Attention(torch.autograd.Function):
-    """Tensors and plain values only, so that torch.compile traces it; what they pose is read in the operators."""
+    """A prepared problem under autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        out, lse = prepared.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # or every backward would fill a gradient of lse with zeros
+        ctx.prepared = prepared
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        with torch.no_grad():
+            grads = ctx.prepared.backward(Operands(dout, *ctx.saved_tensors))
+        return *_differentiable_once(ctx, grads, dout), None
+
+
+class TracedAttention(torch.autograd.Function):
+    """The same through the operators, with plain values, for whoever looks at operators: torch.compile, dispatch modes
+    and tensor subclasses."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        posed: Posed,
-        order: Order,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, plain: tuple[Posed, Order]
     ) -> tuple[Tensor, Tensor]:
-        out, lse = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *posed)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        posed, order = plain
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
         ctx.mark_non_differentiable(lse)
         ctx.posed, ctx.order = posed, order
         return out, lse
@@ -59,16 +66,20 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed, *ctx.order)
-        # create_graph=True; compiled code refuses it by itself.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = Once.apply(grads, dout, *ctx.saved_tensors[:3])  # type: ignore[no-untyped-call]
-        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return dq, dk, dv, None, None, None, None
+        return *_differentiable_once(ctx, grads, dout), None, None, None
+
+
+def _differentiable_once(ctx: Any, grads: tuple[Tensor, ...], dout: Tensor) -> list[Tensor | None]:
+    """The gradients that are needed. With create_graph=True they refuse to be differentiated; compiled code refuses
+    that by itself."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        grads = Once.apply(grads, dout, *ctx.saved_tensors[:3])  # type: ignore[no-untyped-call]
+    return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
 
 
 class Once(torch.autograd.Function):
-    """Gradients that refuse to be differentiated by what they came from. Under torch's once_differentiable they would
-    be taken for constants when only q, k or v need a second derivative, and the result be silently wrong."""
+    """Gradients that refuse to be differentiated. torch's once_differentiable would take them for constants where only
+    q, k or v need a second derivative, and the result would be silently wrong."""
 
     @staticmethod
     def forward(ctx: Any, grads: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
@@ -154,61 +165,76 @@ def attention(
         q,
         k,
         v,
-        causal=causal,
-        window=window,
-        boundaries={"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k},
-        mask=mask,
-        scale=scale,
-        policy=policy,
-        deterministic=deterministic,
+        Arguments(
+            causal,
+            window,
+            cu_seqlens,
+            cu_seqlens_k,
+            mask,
+            scale,
+            policy,
+            deterministic,
+            names=("cu_seqlens", "cu_seqlens_k"),
+        ),
     )
     return (out, lse) if return_lse else out
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: Window | None,
-    boundaries: Mapping[str, Boundaries | None],
-    mask: Mask | None,
-    scale: float | None,
-    policy: str,
-    deterministic: bool | None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """`attention` and its log-sum-exp, with cu_seqlens by the names that the caller knows them by."""
-    q, k, v = (_autocast(x) for x in (q, k, v))
-    check_policy(policy)
-    check_margin(sm_margin)
-    check_flag("deterministic", deterministic)
-    cu: list[Tensor | None] = [None, None]
+def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
+    """`attention` and its log-sum-exp."""
+    q, k, v = _autocast(q, k, v)
     if torch.compiler.is_compiling():
         # Values are not known while code is compiled: the operators read and check them at run time.
-        check_tensors(q, k, v, boundaries, scale)
-        posed = Posed.of(mask_of(causal, window, mask), scale)
-        first, second = boundaries.values()
-        second = None if second is first else second
-        cu = [x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32) for x in (first, second)]
-        q, k, v = q.view_as(q), k.view_as(k), v.view_as(v)  # one tensor given twice is not traced, two views are
-    else:
-        problem = problem_of(q, k, v, causal=causal, window=window, boundaries=boundaries, mask=mask, scale=scale)
-        posed, deterministic = Posed.of(problem.mask, scale), wants_determinism(deterministic)
-        backend = backend_for(q.device)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-            # Here and not in the backward: what cannot be ordered is refused where the caller can see why.
-            plan(problem, backend.tile_shape(problem), policy)
+        check_arguments(q, k, v, asked)
+        cu = [
+            x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32)
+            for x in (asked.cu_q, None if asked.cu_k is asked.cu_q else asked.cu_k)
+        ]
+        return _traced(q, k, v, (cu[0], cu[1]), (Posed.of(mask_of(asked), asked.scale), _order(asked)))
+    prepared = prepared_for(q, k, v, asked)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad:
+        _ = prepared.plan  # what cannot be ordered is refused here, where the caller can see why
+    if torch._C._len_torch_dispatch_stack() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
+    if not needs_grad:
+        return prepared.forward(q, k, v)
+    out, lse = Attention.apply(q, k, v, prepared)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:
+    """The checked and prepared problem of a call, recognised if it was seen before."""
+
+    def checked() -> Prepared:
+        options = Options(wants_determinism(asked.deterministic), asked.sm_margin)
+        return prepare(problem_of(q, k, v, asked), asked.policy, options, q.device)
+
+    try:
+        key = (traits(q), traits(k), traits(v), asked.key())
+    except (AttributeError, TypeError, RuntimeError):  # not a dense tensor, or not hashable: the checks say which
+        return checked()
+    return recall(key, checked)
+
+
+def _traced(
+    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor | None, Tensor | None], plain: tuple[Posed, Order]
+) -> tuple[Tensor, Tensor]:
     packed = q.ndim == 3
-    q, k, v = (x.unsqueeze(0) if packed else x for x in (q, k, v))
-    order = Order(policy, deterministic, sm_margin)
-    out, lse = Attention.apply(q, k, v, *cu, posed, order)  # type: ignore[no-untyped-call]
+    # One tensor given twice is not traced, two views are.
+    q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in (q, k, v))
+    out, lse = TracedAttention.apply(q, k, v, *cu, plain)  # type: ignore[no-untyped-call]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
-def _autocast(x: Tensor) -> Tensor:
-    """As torch's own attention: under autocast all three come in its dtype, whatever layers they went through."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda"):
-        return x  # to be refused
-    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+def _order(asked: Arguments) -> Order:
+    return Order(asked.policy, asked.deterministic, asked.sm_margin)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast all tensors come in its dtype, whatever layers they went through, as in torch's own attention."""
+    kind = getattr(getattr(tensors[0], "device", None), "type", "")
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)

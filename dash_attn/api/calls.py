@@ -1,44 +1,59 @@
-"""Backwards seen before: what is alike in all that is ever asked of arguments is not checked and planned again."""
+"""Calls seen before: arguments that were checked once are recognised and not checked again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import Boundaries
-from dash_attn.backends.base import Backward
+from dash_attn.prepare import KEPT, Prepared
 
-KEPT = 256  # as many as there are plans
-_seen: dict[object, Backward] = {}
+Boundaries = Tensor | Sequence[int]
+
+_seen: dict[object, Prepared] = {}
+_values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 
-def recall(
-    tensors: Iterable[Tensor],
-    boundaries: Iterable[Boundaries | None],
-    others: tuple[object, ...],
-    checked: Callable[[], Backward],
-) -> Backward:
-    """The outcome of `checked` for arguments alike: tensors in all but values, cu_seqlens and others in values too.
-
-    Reading cu_seqlens from a GPU waits for it; a list or a tensor on the CPU does not.
-    """
+def recall(key: tuple[object, ...], checked: Callable[[], Prepared]) -> Prepared:
+    """The outcome of `checked` for a key, remembered. A key holds everything that `checked` looks at."""
     try:
-        traits = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        # Types beside values: 1 is not True and 1.0 not 1 to whoever checks.
-        key = (*traits, *map(_values, boundaries), others, *map(type, others))
-        found = _seen.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # not to be hashed, or no dense tensor: the checks have to say
+        prepared = _seen.get(key)
+    except TypeError:  # an argument cannot be hashed: the checks say what is wrong, or accept it
         return checked()
-    if found is None:
-        found = checked()
+    if prepared is None:
+        prepared = checked()
         if len(_seen) >= KEPT:
             _seen.clear()
-        _seen[key] = found
-    return found
+        _seen[key] = prepared
+    return prepared
 
 
-def _values(x: Boundaries | None) -> object:
+def traits(x: Tensor) -> tuple[object, ...]:
+    """Everything about a tensor that checks look at: not its values, address or strides."""
+    return x.shape, x.dtype, x.device, x.layout
+
+
+def values_of(x: Boundaries | None) -> object:
+    """The values of cu_seqlens, for a key. A tensor is read once, then recognised by identity and version."""
     if isinstance(x, Tensor):
-        return x.device, x.dtype, tuple(x.tolist()) if x.ndim == 1 else x.shape
+        return x.device, x.dtype, read(x) if x.ndim == 1 else x.shape
     return x if x is None else (tuple(x), frozenset(map(type, x)))
+
+
+def read(x: Tensor) -> tuple[int, ...]:
+    """The values of a tensor. The first reading of a tensor on a GPU waits for the GPU."""
+    if x.is_inference():  # its version is not counted
+        return tuple(x.tolist())
+    kept = _values.get(id(x))
+    if kept is not None and kept[0]() is x and kept[1] == x._version:
+        return kept[2]
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "cu_seqlens is on a GPU, and its values cannot be read while a CUDA graph is captured: give a list or a "
+            "tensor on the CPU, or call once with the same tensor before the capture"
+        )
+    number, values = id(x), tuple(x.tolist())
+    _values[number] = weakref.ref(x, lambda _: _values.pop(number, None)), x._version, values
+    return values

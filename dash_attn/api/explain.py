@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from dash_attn.api.arguments import Boundaries, Window, check_policy, problem_of, wants_determinism
-from dash_attn.backends import backend_for
+from dash_attn.api.arguments import Arguments, Window
+from dash_attn.api.attention import prepared_for
+from dash_attn.api.calls import Boundaries
 from dash_attn.order import POLICIES, parse
-from dash_attn.plan import plan
+from dash_attn.prepare import Prepared
 from dash_attn.problem import Mask
 from dash_attn.tiling import TileShape
 
@@ -58,35 +59,38 @@ def explain(
     deterministic: bool | None = None,
 ) -> Explanation:
     """Arguments as of `attention`; nothing is computed but the plan."""
-    problem = problem_of(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        boundaries={"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k},
-        mask=mask,
-        scale=scale,
+    asked = Arguments(
+        causal,
+        window,
+        cu_seqlens,
+        cu_seqlens_k,
+        mask,
+        scale,
+        policy,
+        deterministic,
+        names=("cu_seqlens", "cu_seqlens_k"),
     )
-    check_policy(policy)
-    backend = backend_for(q.device)
-    shape = backend.tile_shape(problem)
-    planned = plan(problem, shape, policy)
+    return explanation(prepared_for(q, k, v, asked))
+
+
+def explanation(prepared: Prepared) -> Explanation:
+    """What a prepared problem runs."""
+    problem, planned, backend = prepared.problem, prepared.plan, prepared.backend
     chosen = planned.program.policy
     summary = POLICIES[parse(chosen).policy].summary
     said: dict[str, Any] = {
         "backend": backend.name,
         "forward": backend.forward_provider(problem),
         "mask": str(problem.mask),
-        "tile": shape,
+        "tile": backend.tile_shape(problem),
         "policy": chosen,
-        "reason": f"{'chosen by auto' if policy == 'auto' else 'asked for'}: {summary}",
+        "reason": f"{'chosen by auto' if prepared.policy == 'auto' else 'asked for'}: {summary}",
         "fingerprint": planned.fingerprint,
         "tasks": planned.program.num_tasks,
         "co_resident": planned.co_resident,
         "workers": backend.workers(planned),
         "workspace_bytes": backend.workspace_bytes(planned),
-        "deterministic": backend.always_deterministic or wants_determinism(deterministic),
+        "deterministic": backend.always_deterministic or prepared.options.deterministic,
         "software": backend.software(),
     }
     decides = [str(said[name]) for name in DECIDES] + [repr(problem)]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dash_attn.api.arguments import Boundaries, Window
+from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.attention import attend
+from dash_attn.api.calls import Boundaries
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -76,19 +77,8 @@ def flash_attn_func(
         v_descale=v_descale,
         attention_chunk=attention_chunk,
     )
-    out, lse = attend(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window_size,
-        boundaries={"cu_seqlens_q": None, "cu_seqlens_k": None},
-        mask=None,
-        scale=softmax_scale,
-        policy="auto",
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-    )
+    asked = Arguments(causal, window_size, scale=softmax_scale, deterministic=deterministic, sm_margin=sm_margin)
+    out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -140,19 +130,16 @@ def flash_attn_varlen_func(
         v_descale=v_descale,
         attention_chunk=attention_chunk,
     )
-    out, lse = attend(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window_size,
-        boundaries={"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
-        mask=None,
+    asked = Arguments(
+        causal,
+        window_size,
+        cu_seqlens_q,
+        cu_seqlens_k,
         scale=softmax_scale,
-        policy="auto",
         deterministic=deterministic,
         sm_margin=sm_margin,
     )
+    out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
 
 

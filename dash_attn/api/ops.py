@@ -1,23 +1,21 @@
 """dash_attn::forward and dash_attn::backward: the operators that torch.compile and checkpointing know by name.
 
-An operator takes tensors and plain values; what they pose is read inside, at run time. Tensors are (batch, seqlen,
-heads, dim), packed sequences (1, tokens, heads, dim) with cu_seqlens. Called alone the operators carry no gradient.
+An operator takes tensors and plain values. It reads the values of cu_seqlens at run time. Tensors are (batch, seqlen,
+heads, dim); packed sequences are (1, tokens, heads, dim) with cu_seqlens. Called alone the operators have no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import DTYPES, documents_of, wants_determinism
-from dash_attn.api.calls import recall
-from dash_attn.backends import Backward, Options, backend_for
-from dash_attn.backends.base import Gradients, Operands
-from dash_attn.plan import plan
+from dash_attn.api.arguments import DTYPES, Arguments, documents_of, wants_determinism
+from dash_attn.api.calls import recall, traits, values_of
+from dash_attn.backends import Operands, Options
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Documents, Mask, Problem, TileMask
 
 
@@ -43,29 +41,26 @@ class Posed(NamedTuple):
             None if scale is None else float(scale),
         )
 
-    def problem(self, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Problem:
+    def mask(self) -> Mask:
         half = len(self.documents) // 2
         cells = None
         if self.tiles:
             cell_m, cell_n, rows, columns, bits = self.tiles.split(" ")
             cells = TileMask(int(cell_m), int(cell_n), (int(rows), int(columns)), bytes.fromhex(bits))
-        mask = Mask(
+        return Mask(
             None if self.left == -1 else self.left,
             None if self.right == -1 else self.right,
             Documents(tuple(self.documents[:half]), tuple(self.documents[half:])) if half else None,
             cells,
         )
-        return Problem(
-            batch=q.shape[0],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            len_q=q.shape[1],
-            len_k=k.shape[1],
-            dim=q.shape[3],
-            dtype=DTYPES[q.dtype],
-            scale=self.scale,
-            mask=mask & documents_of({"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, q, k),
-        )
+
+
+class Order(NamedTuple):
+    """What the backward asks for beside the problem, in types that an operator can take."""
+
+    policy: str = "auto"
+    deterministic: bool | None = None
+    sm_margin: int = 0
 
 
 @torch.library.custom_op("dash_attn::forward", mutates_args=())
@@ -81,10 +76,8 @@ def forward(
     tiles: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    problem = Posed(left, right, list(documents), tiles, scale).problem(q, k, cu_seqlens_q, cu_seqlens_k)
-    with torch.autocast(q.device.type, enabled=False):  # it would round what is computed in float32
-        out, lse = backend_for(q.device).forward(problem, q, k, v)
-    return out.contiguous(), lse.contiguous()
+    posed = Posed(left, right, list(documents), tiles, scale)
+    return _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order()).forward(q, k, v)
 
 
 @torch.library.custom_op("dash_attn::backward", mutates_args=())
@@ -106,20 +99,9 @@ def backward(
     deterministic: bool | None,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    def checked() -> Backward:
-        problem = Posed(left, right, list(documents), tiles, scale).problem(q, k, cu_seqlens_q, cu_seqlens_k)
-        backend = backend_for(q.device)
-        planned = plan(problem, backend.tile_shape(problem), policy)
-        return backend.bound(planned, Options(ordered, sm_margin), operands)
-
-    # None reaches here from compiled code: its answer must be that of the call, not that of the compilation.
-    ordered, operands = wants_determinism(deterministic), Operands(dout, q, k, v, out, lse)
-    posed = (left, right, tuple(documents), tiles, scale, policy, ordered, sm_margin)
-    gradients = recall(operands, (cu_seqlens_q, cu_seqlens_k), posed, checked)
-    into = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    with torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext():
-        gradients(operands, into)
-    return into.dq, into.dk, into.dv
+    posed, order = Posed(left, right, list(documents), tiles, scale), Order(policy, deterministic, sm_margin)
+    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order)
+    return prepared.backward(Operands(dout, q, k, v, out, lse))
 
 
 @forward.register_fake
@@ -131,6 +113,33 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 @backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _prepared(
+    q_and_k: tuple[Tensor, Tensor], boundaries: tuple[Tensor | None, Tensor | None], posed: Posed, order: Order
+) -> Prepared:
+    # Compiled code passes None on: the answer must be that of the call, not that of the compilation.
+    options = Options(wants_determinism(order.deterministic), order.sm_margin)
+    plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale)
+    q, k = q_and_k
+    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, order.policy, options)
+
+    def checked() -> Prepared:
+        cu_q, cu_k = boundaries
+        problem = Problem(
+            batch=q.shape[0],
+            heads_q=q.shape[2],
+            heads_kv=k.shape[2],
+            len_q=q.shape[1],
+            len_k=k.shape[1],
+            dim=q.shape[3],
+            dtype=DTYPES[q.dtype],
+            scale=posed.scale,
+            mask=posed.mask() & documents_of(Arguments(cu_q=cu_q, cu_k=cu_k), q, k),
+        )
+        return prepare(problem, order.policy, options, q.device)
+
+    return recall(key, checked)
 
 
 @torch.compiler.assume_constant_result

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dash_attn.backends.base import Backend, Backward, Gradients, Operands, Options
+from dash_attn.backends.base import Backend, Backward, Forward, Gradients, Operands, Options
 
-__all__ = ["Backend", "Backward", "Gradients", "Operands", "Options", "backend_for"]
+__all__ = ["Backend", "Backward", "Forward", "Gradients", "Operands", "Options", "backend_for"]
 
 
 def backend_for(device: torch.device) -> Backend:
@@ -16,10 +16,10 @@ def backend_for(device: torch.device) -> Backend:
 
         return CpuBackend()
     if device.type == "cuda":
-        from dash_attn.backends.sm90 import backend as hopper  # the kernel's modules are for machines that can run it
+        from dash_attn.backends.sm90.backend import Sm90Backend, require  # only machines with a GPU load it
 
-        hopper.require(device)
-        return hopper.HopperBackend()
+        require(device)
+        return Sm90Backend(device)
     raise NotImplementedError(
         f"q is on {device}: dash_attn computes on cpu and cuda (Hopper) tensors. Move q, k and v with .cpu(), or use "
         "torch's scaled_dot_product_attention there"

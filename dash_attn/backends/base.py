@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,8 @@ from dash_attn.tiling import TileShape
 
 
 class Operands(NamedTuple):
-    """Of the backward: tensors (batch, seqlen, heads, dim), and lse (batch, heads, seqlen), fp32, natural logarithm."""
+    """Inputs of the backward: tensors (batch, seqlen, heads, dim); lse is float32 (batch, heads, seqlen), natural
+    logarithm."""
 
     dout: Tensor
     q: Tensor
@@ -25,7 +26,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q, k and v, each like its tensor."""
+    """Gradients of q, k and v, each with the shape and dtype of its tensor."""
 
     dq: Tensor
     dk: Tensor
@@ -34,32 +35,51 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What does not change the problem: whether order must be kept, and processors to leave to others."""
+    """How a problem is run. Only `deterministic=False` can change bits.
 
-    deterministic: bool
+    deterministic  contributions are added in the order of the program, not as they arrive
+    sm_margin      processors of a GPU that the backward leaves to other kernels
+    kernel         fields of the kernel's config that differ from the shipped ones, for builds that trace or debug and
+                   for experiments
+    """
+
+    deterministic: bool = True
     sm_margin: int = 0
+    kernel: tuple[tuple[str, object], ...] = ()
 
 
-Backward = Callable[[Operands, Gradients], None]  # writes what it is given to write to
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
+
+
+class Backward(Protocol):
+    """Writes the gradients of `operands` to `into`. Every element of `into` is written."""
+
+    def __call__(self, operands: Operands, into: Gradients) -> None: ...
 
 
 class Backend(Protocol):
-    """Tensors are (batch, seqlen, heads, dim) and checked. A backward is bound to its plan once, with the tensors of
-    its first call; those of later calls are like them in all but values and addresses."""
+    """The implementation for one device. Tensors are (batch, seqlen, heads, dim) and their shapes are checked."""
 
     name: str
     always_deterministic: bool
 
     def tile_shape(self, problem: Problem) -> TileShape: ...
 
-    def forward_provider(self, problem: Problem) -> str: ...
+    def forward_provider(self, problem: Problem) -> str:
+        """Who computes the forward, with its version."""
+        ...
 
-    def software(self) -> str: ...
+    def software(self) -> str:
+        """What computes the backward, with its version: part of the identity of a result."""
+        ...
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, problem: Problem) -> Forward: ...
 
-    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward: ...
+    def backward(self, plan: Plan, options: Options) -> Backward:
+        """The backward of a plan, with tables uploaded and kernels compiled. Raises ValueError if the options leave too
+        few workers."""
+        ...
 
-    def workers(self, planned: Plan) -> int: ...
+    def workers(self, plan: Plan) -> int: ...
 
-    def workspace_bytes(self, planned: Plan) -> int: ...
+    def workspace_bytes(self, plan: Plan) -> int: ...

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from dash_attn.api import backward, ops
-from dash_attn.api.arguments import problem_of
-from dash_attn.api.ops import Posed
+from dash_attn.api import backward
+from dash_attn.api.arguments import Arguments
+from dash_attn.api.attention import prepared_for
 
 NAME = "dash"
 
@@ -107,25 +107,14 @@ def flash_forward(
 ) -> tuple[Tensor, ...]:
     """(batch, seqlen, heads, dim), or packed (tokens, heads, dim): out, lse, and three that dropout would use."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others)
-    problem = problem_of(
-        query,
-        key,
-        value,
-        causal=is_causal,
-        window=(window_size_left, window_size_right),
-        boundaries={"cum_seq_q": cum_seq_q, "cum_seq_k": cum_seq_k},
-        mask=None,
-        scale=scale,
-    )
-    packed = query.ndim == 3
-    rows = (x.unsqueeze(0) if packed else x for x in (query, key, value))
+    sides, names = (window_size_left, window_size_right), ("cum_seq_q", "cum_seq_k")
+    asked = Arguments(is_causal, sides, cum_seq_q, cum_seq_k, scale=scale, names=names)
+    prepared = prepared_for(query, key, value, asked)
     inside.ours = True
     try:
-        out, lse = ops.forward(*rows, None, None, *Posed.of(problem.mask, problem.scale))
+        out, lse = prepared.forward(query, key, value)
     finally:
         inside.ours = False
-    if packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
     return _laid_out(out, query), lse, *_unused(query)
 
 

@@ -3,57 +3,62 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from dash_attn.backends import cpu
-from dash_attn.backends.base import Backward, Gradients, Operands, Options
-from dash_attn.plan import Plan, placement
+from dash_attn.backends.base import Backward, Forward, Gradients, Operands, Options
+from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
+from dash_attn.backends.cpu.forward import PROVIDER, forward
+from dash_attn.backends.cpu.shape import tile_shape
+from dash_attn.plan import Plan
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 
 class CpuBackend:
-    """Order is always kept: it costs nothing that a CPU would notice."""
+    """Contributions are always added in order: the order costs nothing that a CPU would notice."""
 
     name = "cpu"
     always_deterministic = True
 
     def tile_shape(self, problem: Problem) -> TileShape:
-        return cpu.tile_shape(problem)
+        return tile_shape(problem)
 
     def forward_provider(self, problem: Problem) -> str:
-        return f"{cpu.PROVIDER} (torch {torch.__version__})"
+        return f"{PROVIDER} (torch {torch.__version__})"
 
     def software(self) -> str:
         kind = torch.backends.cpu.get_cpu_capability()
         return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return cpu.forward(problem, q, k, v)
+    def forward(self, problem: Problem) -> Forward:
+        return partial(forward, problem)
 
-    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward:
-        def gradients(operands: Operands, into: Gradients) -> None:
-            placed = placement(planned, self.workers(planned))  # torch's number of threads may have changed
-            cpu.backward(planned.problem, planned.program, placed, operands, into)
+    def backward(self, plan: Plan, options: Options) -> Backward:
+        config = CpuConfig(**dict(options.kernel))  # type: ignore[arg-type]
 
-        return gradients
+        def run(operands: Operands, into: Gradients) -> None:
+            if any(x.numel() == 0 for x in into):
+                for grad in into:
+                    grad.zero_()
+            else:
+                backward(plan, config, operands, into)
 
-    def workers(self, planned: Plan) -> int:
-        return max(torch.get_num_threads(), planned.co_resident)
+        return run
 
-    def workspace_bytes(self, planned: Plan) -> int:
-        return cpu.workspace_bytes(planned.problem, planned.program, self.workers(planned), torch.get_num_threads())
+    def workers(self, plan: Plan) -> int:
+        return CpuConfig().worker_count(plan)
+
+    def workspace_bytes(self, plan: Plan) -> int:
+        return workspace_bytes(plan, CpuConfig())
 
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """Hash of what computes on the CPU, as the GPU kernel's cache has one of what it compiles."""
+    """Hash of what computes on the CPU."""
     digest = hashlib.sha256()
-    for path in sorted(Path(cpu.__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

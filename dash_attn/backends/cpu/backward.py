@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from queue import SimpleQueue
 from threading import Lock, Semaphore
@@ -12,48 +13,57 @@ from dash_attn.backends.base import Gradients, Operands
 from dash_attn.backends.cpu.buffers import Buffers
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import Job, Scratch, Worker
-from dash_attn.problem import Problem
-from dash_attn.program import Program, Sequences
+from dash_attn.plan import Plan, placement
 
-# "program": contributions in turn. "any": as they come, which is what atomics do; the control of every experiment.
 ORDERS = ("program", "any")
 
 _starting = Lock()
 
 
-@torch.no_grad()
-def backward(
-    problem: Problem,
-    program: Program,
-    placement: Sequences,
-    operands: Operands,
-    into: Gradients | None = None,
-    *,
-    threads: int | None = None,
-    order: str = "program",
-    jitter: float = 0.0,
-) -> Gradients:
-    """dQ, dK, dV. Every worker of the (verified) placement is a thread; at most `threads` of them compute at once.
+@dataclass(frozen=True)
+class CpuConfig:
+    """How the CPU replays a program. Only `order="any"` can change bits.
 
-    `threads` is torch's number if not given and, like the placement, never matters to the bits. `jitter` makes each
-    contribution up to so many seconds late, at random.
+    threads  workers that compute at once; torch's number of threads if None
+    workers  workers that hold chains; enough for the threads and for the order if None
+    order    "program": contributions are added in turn. "any": as they come, which is what atomics do; experiments use
+             it as their control
+    jitter   each contribution is late by a random time of up to this many seconds
     """
-    threads = torch.get_num_threads() if threads is None else threads
-    if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
-    if order not in ORDERS:
-        raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+
+    threads: int | None = None
+    workers: int | None = None
+    order: str = "program"
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+
+    def thread_count(self) -> int:
+        return torch.get_num_threads() if self.threads is None else self.threads
+
+    def worker_count(self, plan: Plan) -> int:
+        return max(self.thread_count(), plan.co_resident) if self.workers is None else self.workers
+
+
+@torch.no_grad()
+def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients) -> None:
+    """Write dQ, dK and dV. Every worker of the placement is a thread of its own."""
+    program, placed = plan.program, placement(plan, config.worker_count(plan))
     g = program.geometry
-    grads = into or Gradients(*(torch.empty_like(x) for x in (operands.q, operands.k, operands.v)))
     for q_tile in (program.contributors == 0).nonzero()[0].tolist():
-        grads.dq[:, q_tile * g.tile_m : (q_tile + 1) * g.tile_m] = 0
+        into.dq[:, q_tile * g.tile_m : (q_tile + 1) * g.tile_m] = 0
     permits: SimpleQueue[Scratch] = SimpleQueue()
-    for _ in range(threads):
+    for _ in range(config.thread_count()):
         permits.put(Scratch(g))
-    turnstiles = Turnstiles(g.num_targets, ordered=order == "program")
-    job = Job(program, problem.softmax_scale, Buffers.of(problem, g, operands, grads), turnstiles, permits, jitter)
-    chains, ready = placement.chains.tolist(), Semaphore(0)
-    workers = [Worker(job, chains[a:b], ready) for a, b in pairwise(placement.first.tolist()) if a < b]
+    turnstiles = Turnstiles(g.num_targets, ordered=config.order == "program")
+    buffers = Buffers.of(plan.problem, g, operands, into)
+    job = Job(program, plan.problem.softmax_scale, buffers, turnstiles, permits, config.jitter)
+    chains, ready = placed.chains.tolist(), Semaphore(0)
+    workers = [Worker(job, chains[a:b], ready) for a, b in pairwise(placed.first.tolist()) if a < b]
     try:
         _start(workers, ready)
         for worker in workers:
@@ -66,7 +76,6 @@ def backward(
         raise
     if turnstiles.error is not None:
         raise turnstiles.error
-    return grads
 
 
 def _start(workers: list[Worker], ready: Semaphore) -> None:
@@ -83,9 +92,10 @@ def _start(workers: list[Worker], ready: Semaphore) -> None:
             torch.set_num_threads(threads)
 
 
-def workspace_bytes(problem: Problem, program: Program, workers: int, threads: int) -> int:
-    """What `backward` allocates beside the gradients, but for small change: linear in the tokens."""
-    g, dim = program.geometry, problem.dim
+def workspace_bytes(plan: Plan, config: CpuConfig) -> int:
+    """Bytes that `backward` allocates beside the gradients, without small objects: linear in the tokens."""
+    problem, g = plan.problem, plan.program.geometry
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
-    planes = rows_q * (4 * dim + 1) + rows_k * 2 * dim
-    return 4 * (planes + threads * 3 * g.tile_m * g.tile_n + workers * (2 * g.tile_n + g.tile_m) * dim)
+    planes = rows_q * (4 * problem.dim + 1) + rows_k * 2 * problem.dim
+    scores = config.thread_count() * 3 * g.tile_m * g.tile_n
+    return 4 * (planes + scores + config.worker_count(plan) * (2 * g.tile_n + g.tile_m) * problem.dim)

@@ -1,35 +1,40 @@
-"""The Hopper backend: a forward from a library, the backward by the sm90 kernel."""
+"""Hopper GPUs as a backend: a forward from a library, the backward by the sm90 kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
-from dash_attn.backends.base import Backward, Gradients, Operands, Options
-from dash_attn.backends.sm90 import forwards
-from dash_attn.backends.sm90.config import HEAD_DIMS, KernelConfig, select
-from dash_attn.backends.sm90.launch import DeviceTables, Launch, Workspace, resident_workers
+from dash_attn.backends.base import Backward, Forward, Options
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
+
+from . import forwards
+from .config import HEAD_DIMS, KernelConfig, select
+from .launch import Launch
+from .tables import DeviceTables
+from .workspace import Workspace
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_BATCHES = 32767  # a launch has two CTAs for each in a dimension of at most 65,535
 
 
-class HopperBackend:
+class Sm90Backend:
     """bf16 and fp16, head dims that are multiples of 8 up to 128. Bits depend on the order and the kernel, never on
     the GPU's size."""
 
     name = "sm90"
     always_deterministic = False
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def tile_shape(self, problem: Problem) -> TileShape:
-        cfg = config_of(problem, True)
+        cfg = config_of(problem)
         return TileShape(cfg.tile_m, cfg.tile_n)
 
     def forward_provider(self, problem: Problem) -> str:
@@ -38,45 +43,41 @@ class HopperBackend:
         return forwards.choose(problem).label()
 
     def software(self) -> str:
-        from dash_attn.backends.sm90.cache import toolchain
+        from .cache import toolchain
 
-        gpu = torch.cuda.get_device_name(torch.cuda.current_device())
-        return f"kernel {toolchain()[:12]}, torch {torch.__version__}, {gpu}"
+        return f"kernel {toolchain()[:12]}, torch {torch.__version__}, {torch.cuda.get_device_name(self.device)}"
 
-    def forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        config_of(problem, True)
-        return forwards.forward(problem, *(_aligned(x) for x in (q, k, v)))
+    def forward(self, problem: Problem) -> Forward:
+        config_of(problem)  # a problem without a backward is refused before its forward runs
+        return forwards.LibraryForward(problem)
 
-    def bound(self, planned: Plan, options: Options, alike: Sequence[Tensor]) -> Backward:
-        ready = launchable(planned, options, alike[0].device)
-        if any(x.numel() == 0 for x in alike):
-            return _zero
-        launch = Launch(*ready)
-        fit = _fit(*[x.stride() for x in (*alike[:5], *alike[6:])])  # all but lse
+    def backward(self, plan: Plan, options: Options) -> Backward:
+        return launch_of(plan, options, self.device)
 
-        def gradients(operands: Operands, into: Gradients) -> None:
-            dout, q, k, v, out, lse = operands
-            starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-            for grad in into:
-                starts |= grad.data_ptr()
-            lse = lse.contiguous()
-            if fit and starts % 16 == 0:
-                launch((dout, q, k, v, out, lse), into)
-                return
-            found = tuple(_aligned(x) for x in into)
-            launch((*(_aligned(x) for x in operands[:5]), lse), found)
-            for given, got in zip(into, found, strict=True):
-                if given is not got:
-                    given.copy_(got)
+    def workers(self, plan: Plan) -> int:
+        return resident_workers(self.device)
 
-        return gradients
+    def workspace_bytes(self, plan: Plan) -> int:
+        problem = plan.problem
+        return Workspace.nbytes(config_of(problem), problem.batch * problem.heads_q, problem.len_q)
 
-    def workers(self, planned: Plan) -> int:
-        return resident_workers(torch.device("cuda", torch.cuda.current_device()))
 
-    def workspace_bytes(self, planned: Plan) -> int:
-        problem = planned.problem
-        return Workspace.nbytes(config_of(problem, True), problem.batch * problem.heads_q, problem.len_q)
+def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
+    """The kernel of a plan with its tables on the device."""
+    problem, workers = plan.problem, resident_workers(device) - options.sm_margin
+    try:
+        placed = placement(plan, workers)
+    except ValueError as error:
+        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
+    cfg = config_of(problem, options)
+    rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
+    return Launch(cfg, DeviceTables.of(plan.program, placed, rows, device), problem.softmax_scale)
+
+
+@lru_cache(None)
+def resident_workers(device: torch.device) -> int:
+    """One CTA fills an SM's shared memory, so as many workers run together as there are SMs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def require(device: torch.device) -> None:
@@ -92,7 +93,7 @@ def require(device: torch.device) -> None:
         raise NotImplementedError("the Hopper backend needs the kernel compiler: pip install 'dash-attn[cuda]'")
 
 
-def config_of(problem: Problem, ordered: bool) -> KernelConfig:
+def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     """The kernel for a problem, or an error that says which problems have one."""
     if problem.dtype not in DTYPES:
         raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
@@ -108,40 +109,6 @@ def config_of(problem: Problem, ordered: bool) -> KernelConfig:
             "batch, or the sequences packed, with cu_seqlens_q and cu_seqlens_k"
         )
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
-    return select(problem.dim, DTYPES[problem.dtype], mask, ordered, problem.len_k)
-
-
-def _zero(operands: Operands, into: Gradients) -> None:
-    for grad in into:
-        grad.zero_()
-
-
-def launchable(planned: Plan, options: Options, device: torch.device) -> tuple[KernelConfig, DeviceTables, float]:
-    """The kernel, its tables and the softmax scale, or an error if too few processors are left."""
-    workers = resident_workers(device) - options.sm_margin
-    if workers < max(1, planned.co_resident):
-        raise ValueError(
-            f"sm_margin={options.sm_margin} leaves {workers} SMs, this order needs {planned.co_resident} "
-            "co-resident workers: give a smaller margin, or a policy with a smaller width"
-        )
-    cfg = config_of(planned.problem, options.deterministic)
-    return cfg, tables_of(planned, cfg, workers, device), planned.problem.softmax_scale
-
-
-@lru_cache(maxsize=256)
-def tables_of(planned: Plan, cfg: KernelConfig, workers: int, device: torch.device) -> DeviceTables:
-    """Tables of a plan on a device, uploaded once."""
-    problem = planned.problem
-    rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
-    return DeviceTables.of(planned.program, placement(planned, workers), rows, device)
-
-
-def _aligned(x: Tensor) -> Tensor:
-    """As the bulk loads need it: rows contiguous, the start and every stride, none of them 0, multiples of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and _fit(x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor that only begins amiss
-
-
-def _fit(*strides: tuple[int, ...]) -> bool:
-    return all(last == 1 and all(s > 0 and s % 8 == 0 for s in others) for *others, last in strides)
+    options = Options() if options is None else options
+    cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, problem.len_k)
+    return replace(cfg, **dict(options.kernel)).validate() if options.kernel else cfg  # type: ignore[arg-type]

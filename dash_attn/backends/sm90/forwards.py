@@ -1,9 +1,9 @@
 """The forward on CUDA comes from a library: which one runs a problem, and how it is called.
 
 Providers are tried in the order of PROVIDERS: the first that is installed and takes the problem runs it.
-DASH_ATTN_FORWARD names one instead, read at every call; if that one cannot run it, nothing else does. All give out
-(batch, seqlen, heads, dim) and lse (batch, heads, seqlen), float32, natural logarithm, and none adds in an order that
-depends on time.
+DASH_ATTN_FORWARD names one instead. It is read at every call; if the named provider cannot run the problem, no other
+does. All give out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), float32, natural logarithm, and none adds
+in an order that depends on time.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from importlib import import_module, metadata
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from importlib import metadata
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dash_attn.problem import Documents, Problem
+from dash_attn.backends.base import Forward
+from dash_attn.problem import Problem
+
+from .fa4 import Fa4Forward, entry
+from .launch import aligned
+from .packing import Packing, packing_of, unpacked
 
 VARIABLE = "DASH_ATTN_FORWARD"
 OWN_FORWARD = "call dash_attn.backward with out and lse of your own forward"
@@ -29,7 +34,8 @@ Result = tuple[Tensor, Tensor]
 
 
 class Provider(Protocol):
-    """`missing` and `refuses` say in words why it cannot run here, or run a problem; None if it can."""
+    """`missing` says why it cannot run here, `refuses` why it cannot run a problem; None if it can. `bound` gives the
+    forward of a problem, with everything that its calls share looked up."""
 
     key: str
 
@@ -39,7 +45,7 @@ class Provider(Protocol):
 
     def refuses(self, problem: Problem) -> str | None: ...
 
-    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result: ...
+    def bound(self, problem: Problem) -> Forward: ...
 
 
 class FlashAttention4:
@@ -54,21 +60,8 @@ class FlashAttention4:
     def refuses(self, problem: Problem) -> str | None:
         return None
 
-    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
-        mask = problem.mask
-        how: dict[str, Any] = {
-            "softmax_scale": problem.softmax_scale,
-            "causal": mask.right == 0,
-            "window_size_left": mask.left,
-            "window_size_right": None if mask.right == 0 else mask.right,
-            "return_lse": True,
-        }
-        if mask.documents is None:
-            out, lse, *_ = _fa4()(q, k, v, **how)
-            return out, lse
-        packing = packing_of(mask.documents, problem.batch, q.device)
-        out, lse, *_ = _fa4()(*(x.flatten(0, 1) for x in (q, k, v)), **packing._asdict(), **how)
-        return _unpacked(problem, out, lse)
+    def bound(self, problem: Problem) -> Forward:
+        return Fa4Forward(problem)
 
 
 class CuDnn:
@@ -91,6 +84,9 @@ class CuDnn:
         if min(problem.len_q, problem.len_k) == 1:
             return "cuDNN wants more than one token"
         return None
+
+    def bound(self, problem: Problem) -> Forward:
+        return partial(self.run, problem)
 
     def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -121,6 +117,9 @@ class TorchFlash:
             return f"torch's flash kernel drops a right side of {right} where there are more queries than keys"
         return None
 
+    def bound(self, problem: Problem) -> Forward:
+        return partial(self.run, problem)
+
     def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
         mask = problem.mask
         how = {
@@ -136,7 +135,7 @@ class TorchFlash:
             packing = packing_of(mask.documents, problem.batch, q.device)
             flat = (x.flatten(0, 1) for x in (q, k, v))
             out, lse, *_ = flash(*flat, *packing, 0.0, mask.right == 0, False, **how)
-            out, lse = _unpacked(problem, out, lse)
+            out, lse = unpacked(problem, out, lse)
         if has_empty_rows(problem):
             lse = lse.masked_fill(lse == math.inf, -math.inf)  # what it says of a row that sees nothing
         return out, lse
@@ -169,44 +168,26 @@ def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provi
     raise NotImplementedError(f"no forward on GPUs for {_shape(problem)} ({'; '.join(reasons)}): {OWN_FORWARD}")
 
 
-def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
-    """out and lse from whoever is chosen; rows that see nothing have out = 0 and lse = -inf."""
-    provider = choose(problem)
-    if not (q.numel() and k.numel()):
-        return q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
-    return provider.run(problem, q, k, v)
+class LibraryForward:
+    """The forward of a problem by the provider that is chosen at each call; rows that see nothing have out = 0 and
+    lse = -inf."""
 
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._bound: dict[str | None, Forward] = {}  # by the value of DASH_ATTN_FORWARD
 
-class Packing(NamedTuple):
-    """Packed sequences as flash kernels take them; the field names are FlashAttention's."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-@lru_cache(maxsize=256)
-def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
-    """Rows of a batch one behind the other, each with the same documents. Copied to the device once: a copy in every
-    call would make the host wait, and could not be captured in a CUDA graph."""
-    sides = (documents.cu_q, documents.cu_k)
-    starts = [[0, *(row * cu[-1] + end for row in range(batch) for end in cu[1:])] for cu in sides]
-    cu_q, cu_k = (torch.tensor(cu, dtype=torch.int32).to(device) for cu in starts)
-    max_q, max_k = (max(b - a for a, b in pairwise(cu)) for cu in sides)
-    return Packing(cu_q, cu_k, max_q, max_k)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        asked = os.environ.get(VARIABLE)
+        run = self._bound.get(asked)
+        if run is None:
+            run = self._bound[asked] = choose(self.problem).bound(self.problem)
+        return run(aligned(q), aligned(k), aligned(v))
 
 
 @lru_cache(maxsize=256)
 def has_empty_rows(problem: Problem) -> bool:
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     return bool((lo == hi).any())
-
-
-def _unpacked(problem: Problem, out: Tensor, lse: Tensor) -> Result:
-    """(tokens, heads, dim) and (heads, tokens) of a whole batch, row by row again."""
-    shape = (problem.batch, problem.len_q, problem.heads_q)
-    return out.view(*shape, -1), lse.view(shape[2], *shape[:2]).transpose(0, 1).contiguous()
 
 
 def _lengths(problem: Problem) -> list[tuple[int, int]]:
@@ -227,7 +208,7 @@ def _fa4_missing() -> str | None:
     except metadata.PackageNotFoundError:
         return "flash-attn-4 is not installed (pip install 'dash-attn[cuda]')"
     try:
-        taken = inspect.signature(_fa4()).parameters
+        taken = inspect.signature(entry()).parameters
     except Exception as error:  # whatever its compiler's modules raise when versions do not fit
         # Installed and broken is not the same as not installed: going on with another forward would change bits.
         raise NotImplementedError(
@@ -236,9 +217,3 @@ def _fa4_missing() -> str | None:
         ) from error
     lacking = {"softmax_scale", "causal", "window_size_left", "return_lse", *Packing._fields} - set(taken)
     return f"flash-attn-4 {installed} does not take {', '.join(sorted(lacking))}" if lacking else None
-
-
-@lru_cache(maxsize=1)
-def _fa4() -> Callable[..., Any]:
-    function: Callable[..., Any] = import_module("flash_attn.cute.interface")._flash_attn_fwd
-    return function

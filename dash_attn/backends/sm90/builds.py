@@ -1,0 +1,107 @@
+"""Runs of the two special builds of the kernel: one notes when everything happens, one keeps every contribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dash_attn.backends.base import Gradients, Operands
+
+from .config import REPORT, STAMPS, KernelConfig
+from .launch import Launch
+from .tables import DeviceTables
+from .workspace import Workspace
+
+TRACE = (("trace", True),)  # Options.kernel of the tracing build
+DEBUG = (("debug", True), ("finish", "postpass"))  # and of the debug build; the bits of both are those of the plain one
+
+
+@dataclass(frozen=True, eq=False)
+class TraceBuffers:
+    events: Tensor  # [workers, 1 + entries, len(STAMPS)] int64; row 0 of a worker: HEAD
+
+    addresses: tuple[int, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.events,)
+
+    @staticmethod
+    def of(tables: DeviceTables) -> TraceBuffers:
+        """As many rows as the longest worker has entries: one for each task, and one for each chain."""
+        runs, chains = tables.runs[:, 3].cpu().numpy(), tables.chains.cpu().numpy()
+        until = np.append(0, np.cumsum(runs, dtype=np.int64))
+        tasks = until[chains[:, 3] + chains[:, 4]] - until[chains[:, 3]]
+        entries = np.append(0, np.cumsum(1 + tasks[tables.worker_chains.cpu().numpy()]))
+        rows = 1 + int(np.diff(entries[tables.worker_first.cpu().numpy()]).max(initial=0))
+        shape = (tables.workers, rows, len(STAMPS))
+        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=tables.chains.device))
+
+
+def trace(launch: Launch, operands: Operands, into: Gradients, warm_up: int = 3) -> npt.NDArray[np.int64]:
+    """Run the tracing build some times to warm up and once more; the events of the last run."""
+    workspace, buffers = Workspace.of(launch.cfg, operands.q), TraceBuffers.of(launch.tables)
+    for _ in range(warm_up + 1):
+        launch(operands, into, workspace, buffers)
+    events: npt.NDArray[np.int64] = buffers.events.cpu().numpy()
+    return events
+
+
+@dataclass(frozen=True, eq=False)
+class DebugBuffers:
+    contributions: Tensor  # [planes, n_q, turns, floats of a tile] fp32, parts in fragment order
+    reports: Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes directly
+
+    @staticmethod
+    def of(cfg: KernelConfig, tables: DeviceTables, ws: Workspace) -> DebugBuffers:
+        planes, n_q, *part = ws.dq_sum.shape
+        turns = max(1, int(tables.contributors.max()))
+        reports = torch.zeros(tables.workers, cfg.writers, len(REPORT), dtype=torch.int32, pin_memory=True)
+        return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.contributions,)
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return (self.reports.data_ptr(),)
+
+    def stuck(self) -> list[dict[str, int]]:
+        rows = self.reports.flatten(0, 1).tolist()
+        return [dict(zip(REPORT, row, strict=True)) for row in rows if row[0]]
+
+
+class Debugged(NamedTuple):
+    contributions: Tensor  # as in DebugBuffers; NaN past the contributors of a tile
+    dq_sum: Tensor  # [planes, n_q, floats of a tile]: what the kernel added up
+
+
+def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
+    """Run the debug build once and wait for it.
+
+    A turn that does not come within seconds is a RuntimeError that names who waits for what. After that the process has
+    lost its CUDA context and must end.
+    """
+    workspace = Workspace.of(launch.cfg, operands.q)
+    workspace.dq_sum.zero_()
+    buffers = DebugBuffers.of(launch.cfg, launch.tables, workspace)
+    try:
+        launch(operands, into, workspace, buffers)
+        torch.cuda.synchronize(operands.q.device)
+    except RuntimeError as error:
+        stuck = buffers.stuck()
+        if not stuck:
+            raise
+        lines = [
+            "worker {worker}, writer {writer}, entry {entry}: q tile {q_tile} of plane {plane} at turn {seen}, "
+            "waits for {wanted}".format(**row)
+            for row in stuck
+        ]
+        raise RuntimeError("turns that did not come:\n  " + "\n  ".join(lines)) from error
+    return Debugged(buffers.contributions, workspace.dq_sum)

@@ -1,0 +1,44 @@
+"""Packed sequences as flash kernels take them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dash_attn.problem import Documents, Problem
+
+from .tables import uploaded
+
+
+class Packing(NamedTuple):
+    """The field names are FlashAttention's."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@lru_cache(maxsize=256)
+def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
+    """The rows of a batch one behind the other, each with the same documents.
+
+    The boundaries are copied to the device once: a copy in every call could not be captured in a CUDA graph.
+    """
+    sides = (documents.cu_q, documents.cu_k)
+    starts = [[0, *(row * cu[-1] + end for row in range(batch) for end in cu[1:])] for cu in sides]
+    cu_q, cu_k = (uploaded(torch.tensor(cu, dtype=torch.int32), device) for cu in starts)
+    max_q, max_k = (max(b - a for a, b in pairwise(cu)) for cu in sides)
+    return Packing(cu_q, cu_k, max_q, max_k)
+
+
+def unpacked(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, heads, dim) and (heads, tokens) of a whole batch, as (batch, seqlen, heads, dim) and (batch, heads,
+    seqlen)."""
+    shape = (problem.batch, problem.len_q, problem.heads_q)
+    lse = lse.view(shape[2], *shape[:2]).transpose(0, 1)
+    return out.view(*shape, -1), lse if problem.batch == 1 else lse.contiguous()

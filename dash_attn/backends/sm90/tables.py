@@ -1,0 +1,67 @@
+"""A placed Program as int32 tensors on the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dash_attn.program import Program, Sequences
+
+from .config import MOST_TURNS
+
+RUN_WORDS = 8  # words of a run on the device: the columns RUN and one of zeros, so that a row is two 16-byte loads
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTables:
+    """What the kernel reads of a verified and placed Program: int32, contiguous."""
+
+    chains: Tensor  # [C, 5] columns CHAIN
+    runs: Tensor  # [R, 8] columns RUN and one of zeros
+    worker_first: Tensor  # [W + 1]
+    worker_chains: Tensor  # [C]
+    contributors: Tensor  # [n_q]
+    empty_q_tiles: bool = False  # some q tile has no contributor, so the kernel does not write its dQ
+    row_lo: Tensor | None = None  # [Sq] for mask "interval"
+    row_hi: Tensor | None = None
+
+    @property
+    def workers(self) -> int:
+        return self.worker_first.numel() - 1
+
+    @staticmethod
+    def of(
+        program: Program, placement: Sequences, rows: Sequence[npt.NDArray[np.int32]], device: torch.device
+    ) -> DeviceTables:
+        """One copy to the device. `rows` are the intervals of the mask's rows, or
+        empty where the kernel needs none."""
+        if program.contributors.max(initial=0) > MOST_TURNS:
+            raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
+        used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
+        first = np.append(placement.first[:-1][used], placement.first[-1])
+        runs = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
+        runs[: len(program.runs), : program.runs.shape[1]] = program.runs
+        parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]  # all of them int32
+        flat = uploaded(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
+        views = [view.view(part.shape) for view, part in zip(flat.split([p.size for p in parts]), parts, strict=True)]
+        return DeviceTables(*views[:5], bool((program.contributors == 0).any()), *views[5:])
+
+
+def uploaded(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device, ready for every stream. The host waits for the copy, not for the kernels that are queued:
+    a stream of its own copies."""
+    if device.type != "cuda":
+        return x.to(device)
+    with torch.cuda.stream(_copying(device)):
+        return x.to(device)
+
+
+@lru_cache(None)
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

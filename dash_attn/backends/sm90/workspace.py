@@ -1,0 +1,114 @@
+"""fp32 side buffers of the backward: where they lie, how large they are, when they are used again."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .config import KernelConfig
+
+KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
+
+
+class Workspace(NamedTuple):
+    """Linear in tokens. Their content on entry does not matter, except that unordered sums start from zeros.
+
+    All but the sums may lie in dQ itself if a separate pass writes dQ at the very end.
+    """
+
+    lse2: Tensor
+    delta: Tensor
+    dq_sum: Tensor
+    counters: Tensor
+
+    @staticmethod
+    def of(cfg: KernelConfig, q: Tensor, dq: Tensor | None = None) -> Workspace:
+        """A new workspace. If `dq` is given and has room, all but the sums lie in it."""
+        batch, seqlen, heads, _ = q.shape
+        planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
+        sizes = Workspace.floats(cfg, planes, seqlen)
+        if dq is not None and dq.is_contiguous() and lends(cfg, planes, seqlen):
+            room = dq.view(-1).view(torch.float32)[: sum(sizes[:3])]
+        else:
+            room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
+        lse2, delta, words = room.split(sizes[:3])
+        counters = words.view(torch.int32)
+        if cfg.last_finishes:  # q tiles of one head are polled at the same time, so they lie far apart
+            counters = counters.view(n_q, planes, *cfg.counters).transpose(0, 1)
+        dq_sum = torch.empty(sizes[3], device=q.device, dtype=torch.float32)
+        return Workspace(
+            lse2.view(planes, -1),
+            delta.view(planes, -1),
+            dq_sum.view(planes, n_q, sum(cfg.sum_parts)),
+            counters.view(planes, n_q, *cfg.counters),
+        )
+
+    @staticmethod
+    def floats(cfg: KernelConfig, planes: int, seqlen: int) -> tuple[int, int, int, int]:
+        """Words of lse2, delta, counters and dq_sum."""
+        tiles, rows = planes * -(-seqlen // cfg.tile_m), cfg.tile_m
+        return tiles * rows, tiles * rows, tiles * math.prod(cfg.counters), tiles * sum(cfg.sum_parts)
+
+    @staticmethod
+    def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
+        """Bytes that a call takes beside contiguous gradients."""
+        *small, sums = Workspace.floats(cfg, planes, seqlen)
+        in_dq = lends(cfg, planes, seqlen) and not keeps(cfg, planes, seqlen)
+        return 4 * (sums if in_dq else sums + sum(small))
+
+    @staticmethod
+    def kept(cfg: KernelConfig, q: Tensor, dq: Tensor) -> tuple[Workspace, Any]:
+        """A workspace, and the same tensors as the compiled kernels take them.
+
+        The thread's next call of this size on the default stream uses a small workspace again. That call runs after
+        this one, and allocating and converting would be a third of its host time. CUDA graphs are never captured on the
+        default stream.
+        """
+        batch, seqlen, heads, _ = q.shape
+        device = q.device.index
+        if not keeps(cfg, batch * heads, seqlen) or not on_default_stream(device):
+            ws = Workspace.of(cfg, q, dq)
+            return ws, tuple(ws)
+        size = cfg.tile_m, cfg.columns, cfg.counters, batch * heads, seqlen
+        kept = _kept.on.get(device)
+        if kept is None or kept[0] != size:
+            ws = Workspace.of(cfg, q)
+            kept = _kept.on[device] = size, (ws, converted(tuple(ws)))
+        return kept[1]
+
+
+def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
+    return planes * seqlen * cfg.dim <= KEPT_FLOATS
+
+
+def lends(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
+    """Whether dQ has room for the small buffers, and is written only after their last use."""
+    return (
+        not cfg.last_finishes
+        and 4 * sum(Workspace.floats(cfg, planes, seqlen)[:3]) <= planes * seqlen * cfg.columns * 2
+    )
+
+
+def on_default_stream(device: int) -> bool:
+    return bool(torch._C._cuda_getCurrentRawStream(device) == 0)
+
+
+class _Kept(threading.local):
+    """The last workspace on each device, one set a thread: launches of two threads may mix on a stream."""
+
+    def __init__(self) -> None:
+        self.on: dict[int, tuple[tuple[Any, ...], tuple[Workspace, Any]]] = {}
+
+
+_kept = _Kept()
+
+
+def converted(tensors: tuple[Tensor, ...]) -> Any:
+    """The tensors as the compiled kernels take them. Converting once saves the conversion at every call."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(tensors)
