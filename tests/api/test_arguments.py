@@ -15,7 +15,8 @@ from torch import Tensor
 from dash_attn.api import attention, backward, explain, flash_attn_func
 from dash_attn.api.arguments import check_torch, wants_determinism
 from dash_attn.backends import backend_for
-from dash_attn.backends.sm90.backend import HopperBackend, _aligned
+from dash_attn.backends.sm90.backend import config_of
+from dash_attn.backends.sm90.launch import aligned
 from dash_attn.problem import Problem, tiles
 
 
@@ -190,13 +191,13 @@ def test_other_gpus_name_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_the_kernel_lacks_is_refused(dim: int, dtype: str, says: str) -> None:
     with pytest.raises(NotImplementedError, match=says):
-        HopperBackend().tile_shape(Problem(1, 1, 1, 8, 8, dim, dtype))
+        config_of(Problem(1, 1, 1, 8, 8, dim, dtype))
 
 
 def test_more_sequences_than_a_launch_takes_are_refused() -> None:
-    HopperBackend().tile_shape(Problem(32767, 1, 1, 8, 8, 64, "bfloat16"))
+    config_of(Problem(32767, 1, 1, 8, 8, 64, "bfloat16"))
     with pytest.raises(NotImplementedError, match=r"batch size 32768.*up to 32767; give it parts"):
-        HopperBackend().tile_shape(Problem(32768, 1, 1, 8, 8, 64, "bfloat16"))
+        config_of(Problem(32768, 1, 1, 8, 8, 64, "bfloat16"))
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu128", "1.13.1"])
@@ -213,9 +214,9 @@ def test_what_bulk_loads_cannot_read_is_copied() -> None:
     rows = torch.zeros(2, 8, 4, 64, dtype=torch.bfloat16)
     wide = torch.zeros(2, 8, 4, 65, dtype=torch.bfloat16)
     for fits in (rows, rows.transpose(1, 2), rows[:, ::2], torch.zeros(2, 8, 3, 4, 64).unbind(2)[1]):
-        assert _aligned(fits) is fits
+        assert aligned(fits) is fits
     for cannot in (wide[..., :64], rows.flatten()[1:65].view(1, 1, 1, 64), rows.mT, rows[:1].expand(2, -1, -1, -1)):
-        copy = _aligned(cannot)
+        copy = aligned(cannot)
         assert copy is not cannot and copy.is_contiguous() and copy.data_ptr() % 16 == 0
 
 

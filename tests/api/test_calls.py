@@ -26,7 +26,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = dash_attn.backward(**arguments())
     module = importlib.import_module("dash_attn.api.backward")
-    for name in ("problem_of", "check_like", "check_lse", "plan", "backend_for"):
+    for name in ("problem_of", "check_like", "check_lse", "prepare"):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("checked again"))
     second = dash_attn.backward(**arguments())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dash_attn.api import attention, calls, flash_attn_func, flash_attn_varlen_func, ops
-from dash_attn.api.attention import Order
-from dash_attn.api.ops import Posed
+from dash_attn.api.ops import Order, Posed
 from dash_attn.problem import CAUSAL, FULL, Mask, documents, tiles, window
 
 LENGTH = 300
@@ -47,9 +46,7 @@ MASKS = [FULL, CAUSAL, window(20, 0), CELLS, CELLS & CAUSAL, documents([0, 100, 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_mask_survives_the_plain_values(mask: Mask) -> None:
-    q, k, _ = tensors()
-    problem = Posed.of(mask, 0.5).problem(q, k, None, None)
-    assert problem.mask == mask and problem.scale == 0.5
+    assert Posed.of(mask, 0.5).mask() == mask
 
 
 @pytest.mark.parametrize("cu", [None, torch.tensor([0, 100, LENGTH], dtype=torch.int32)], ids=["dense", "packed"])
@@ -145,15 +142,15 @@ def test_bad_arguments_are_named_in_compiled_code(compiled: Callable[..., Any]) 
 def test_determinism_is_read_when_compiled_code_runs(
     compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    asked, real = [], ops.Options
     monkeypatch.setattr(calls, "_seen", {})
-    monkeypatch.setattr(ops, "Options", lambda *how: asked.append(how[0]))
+    monkeypatch.setattr(ops, "Options", lambda *how: asked.append(how[0]) or real(*how))
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
     run = compiled(attention)
     results(run, tensors())
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
     results(run, tensors())
-    assert asked == [True, False]
+    assert asked == [True, True, False, False]  # forward and backward
 
 
 @pytest.mark.parametrize("needed", [(0,), (1, 2)])

@@ -22,6 +22,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"verify", "timeline"}),
     frozenset({"simulate", "plan"}),
     frozenset({"backends"}),
+    frozenset({"prepare"}),
     frozenset({"api"}),
     frozenset({"integrations"}),
     frozenset({"tools.dag", "tools.exact"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dash_attn.api import attention, ops
+from dash_attn.api import attention
 from dash_attn.integrations import torch_sdpa
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention
@@ -152,6 +153,7 @@ def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = []
     module = import_module("dash_attn.api.backward")
     real = module.Options
+    monkeypatch.setattr("dash_attn.api.calls._seen", {})
     monkeypatch.setattr(module, "Options", lambda *how: asked.append(how[0]) or real(*how))
     for value in ("1", "0"):
         monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
@@ -169,12 +171,12 @@ def test_a_forward_by_torchs_own_kernel_reaches_it(monkeypatch: pytest.MonkeyPat
         nothing = torch.empty(0)
         return q.clone(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), nothing, nothing, nothing
 
-    class Backend:
-        def forward(self, problem: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, 9, 9, 0.0, False, False)
-            return out, lse
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, None, None, 9, 9, 0.0, False, False)
+        return out, lse
 
-    monkeypatch.setattr(ops, "backend_for", lambda device: Backend())
+    prepared = SimpleNamespace(forward=forward)
+    monkeypatch.setattr(torch_sdpa, "prepared_for", lambda *_: prepared)
     q, k, v = (x.detach().transpose(1, 2) for x in qkv())
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", torchs, "CPU")

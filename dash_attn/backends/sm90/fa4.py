@@ -59,7 +59,7 @@ class Fa4Forward:
         key = (q.device.index, q.stride(), k.stride(), v.stride())
         noted = self._noted.get(key)
         if noted is None:
-            if key in self._noted or torch.cuda.is_current_stream_capturing():
+            if key in self._noted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
                 out, lse, *_ = entry()(q, k, v, **how)
             else:
                 with Recorder() as recorder:

@@ -50,6 +50,8 @@ class Launch:
         extra: Extra | None = None,
     ) -> None:
         """Tensors that bulk loads and stores cannot take are copied."""
+        if (extra is None) is (self.cfg.trace or self.cfg.debug):
+            raise ValueError("a build that traces or debugs runs through builds.trace or builds.debug, no other does")
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into
         if not lse.is_contiguous():
@@ -81,9 +83,8 @@ class Launch:
             workspace, stats = Workspace.kept(self.cfg, q, into.dq)
         else:
             stats = tuple(workspace)
-        stream = torch._C._cuda_getCurrentRawStream(q.device.index)
-        if stream not in self._streams:
-            # The tables come from another stream: their memory must outlast this stream's use of it.
+        if q.is_cuda and (stream := torch._C._cuda_getCurrentRawStream(q.device.index)) not in self._streams:
+            # Another stream copied the tables: their memory must outlast this stream's use of it.
             self.tables.chains.record_stream(torch.cuda.current_stream(q.device))
             self._streams.add(stream)
         if self.clears:

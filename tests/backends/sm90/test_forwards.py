@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends import cpu
-from dash_attn.backends.sm90 import forwards
-from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose, packing_of
+from dash_attn.backends.cpu.forward import forward
+from dash_attn.backends.sm90 import fa4, forwards
+from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose
+from dash_attn.backends.sm90.packing import packing_of
 from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, tiles, window
 
 DOCUMENTS = documents([0, 20, 20, 50], [0, 10, 25, 40], causal=True)
@@ -105,11 +106,11 @@ def test_installed_and_broken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> None:
         raise ImportError("no such symbol")
 
-    monkeypatch.setattr(forwards, "_fa4", broken)
+    monkeypatch.setattr(forwards, "entry", broken)
     forwards._fa4_missing.cache_clear()
     with pytest.raises(NotImplementedError, match=r"4\.0 is installed and cannot be imported.*DASH_ATTN_FORWARD=cudnn"):
         choose(posed())
-    monkeypatch.setattr(forwards, "_fa4", lambda: lambda q, k, v: None)
+    monkeypatch.setattr(forwards, "entry", lambda: lambda q, k, v: None)
     assert "does not take causal, cu_seqlens_k" in str(FlashAttention4().missing())
     forwards._fa4_missing.cache_clear()
 
@@ -158,7 +159,7 @@ def flash(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     batch, len_q, heads, dim = q.shape
     problem = Problem(batch, heads, k.shape[2], len_q, k.shape[1], dim, "float32", softmax_scale, mask)
-    out, lse = cpu.forward(problem, q, k, v)
+    out, lse = forward(problem, q, k, v)
     return (out, lse, None) if cu_seqlens_q is None else (out[0], lse[0], None)
 
 
@@ -184,7 +185,7 @@ def aten_cudnn(
 
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(forwards, "_fa4", lambda: flash)
+    monkeypatch.setattr(fa4, "entry", lambda: flash)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", aten_flash, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention", aten_cudnn, "CPU")
@@ -200,8 +201,6 @@ PROBLEMS = [
     posed(window(5, 0)),
     posed(DOCUMENTS),
     posed(DOCUMENTS & window(4, 2)),
-    posed(len_q=0),
-    posed(len_k=0),
 ]
 
 
@@ -217,8 +216,9 @@ def test_called_as_documented(
     torch.manual_seed(0)
     q = torch.randn(2, problem.len_q, 4, 16)
     k, v = (torch.randn(2, problem.len_k, 2, 16) for _ in range(2))
-    out, lse = forwards.forward(problem, q, k, v)
-    want, want_lse = cpu.forward(problem, q, k, v)
+    run = forwards.LibraryForward(problem)
+    want, want_lse = forward(problem, q, k, v)
+    out, lse = run(q, k, v)
     assert lse.shape == (2, 4, problem.len_q) and lse.dtype == torch.float32 and lse.is_contiguous()
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
@@ -226,3 +226,72 @@ def test_called_as_documented(
 
 def test_packing_fields_are_arguments_of_the_library() -> None:
     assert set(Packing._fields) <= set(flash.__annotations__)
+
+
+# ---- FlashAttention-4 without its front ----------------------------------------------------------------------
+
+
+class Front:
+    """A library that looks its kernel up in a table, as FlashAttention-4 does, and counts how often it is entered."""
+
+    def __init__(self, own_tensor: bool = False) -> None:
+        self.compile_cache: dict[object, Any] = {}
+        self.entered, self.ran, self.own_tensor = 0, 0, own_tensor
+
+    def kernel(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
+        self.ran += 1
+        how, cu = others[0], others[1:]
+        result, sums, _ = flash(q, k, v, *cu[:2], *how.get("max", (None, None)), **how["rest"])
+        out.copy_(result)
+        lse.copy_(sums)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, None]:
+        self.entered += 1
+        if "key" not in self.compile_cache:
+            self.compile_cache["key"] = self.kernel
+        cu = tuple(given.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        how = {"max": tuple(given.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k")), "rest": given}
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])
+        made = (torch.zeros(1),) if self.own_tensor else ()
+        self.compile_cache["key"](q.detach(), k.detach(), v.detach(), out, lse, how, *cu, *made)
+        return out, lse, None
+
+
+def runs(problem: Problem, front: Front, monkeypatch: pytest.MonkeyPatch) -> list[list[Tensor]]:
+    """Results of three calls with different values, each beside what the CPU gives."""
+    monkeypatch.setattr(fa4, "entry", lambda: front)
+    run, pairs = fa4.Fa4Forward(problem), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v = (torch.randn(2, n, heads, 16) for n, heads in ((50, 4), (40, 2), (40, 2)))
+        pairs += [[*run(q, k, v), *forward(problem, q, k, v)]]
+    return pairs
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(5, 3), DOCUMENTS], ids=str)
+def test_later_calls_go_to_the_kernel(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front()
+    for out, lse, want, want_lse in runs(posed(mask), front, monkeypatch):
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
+    assert (front.entered, front.ran) == (1, 3)
+    assert isinstance(front.compile_cache, dict), "the library has its own table back"
+
+
+def test_a_front_that_makes_tensors_is_always_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front(own_tensor=True)
+    for out, _, want, _ in runs(posed(CAUSAL), front, monkeypatch):
+        torch.testing.assert_close(out, want)
+    assert front.entered == 3
+
+
+def test_other_strides_are_noted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    front = Front()
+    monkeypatch.setattr(fa4, "entry", lambda: front)
+    run = fa4.Fa4Forward(posed())
+    q, k, v = torch.randn(2, 50, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    wide = torch.randn(2, 40, 4, 16)[:, :, ::2]
+    for keys in (k, wide, k, wide):
+        torch.testing.assert_close(run(q, keys, v)[0], forward(posed(), q, keys, v)[0])
+    assert (front.entered, front.ran) == (2, 4)

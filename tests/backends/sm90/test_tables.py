@@ -4,20 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn.backends.sm90 import backend as hopper
+from dash_attn.backends import Options
+from dash_attn.backends.sm90 import backend, launch
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, Mask, Problem, documents, window
-from dash_attn.tiling import TileShape
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, window(64, 0), documents([0, 100, 700])], ids=str)
 @pytest.mark.parametrize("workers", [8, 132])
-def test_tables_are_the_program(mask: Mask, workers: int):
+def test_tables_are_the_program(mask: Mask, workers: int, monkeypatch):
     problem = Problem(2, 4, 2, 700, 700, 128, mask=mask)
-    cfg = hopper.config_of(problem, True)
-    planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(backend, "resident_workers", lambda device: workers)
+    monkeypatch.setattr(launch, "kernels", lambda cfg: (None, None, None))
+    planned = plan(problem, backend.Sm90Backend(cpu).tile_shape(problem))
     program, placed = planned.program, placement(planned, workers)
-    tables = hopper.tables_of(planned, cfg, workers, torch.device("cpu"))
+    tables = backend.launch_of(planned, Options(), cpu).tables
     assert np.array_equal(tables.chains.numpy(), program.chains)
     assert np.array_equal(tables.runs.numpy()[:, :7], program.runs) and not tables.runs[:, 7].any()
     assert np.array_equal(tables.contributors.numpy(), program.contributors)

@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from dash_attn.backends.sm90 import launch
+from dash_attn.backends.sm90 import tables, workspace
 from dash_attn.backends.sm90.config import select
-from dash_attn.backends.sm90.launch import Workspace
+from dash_attn.backends.sm90.workspace import Workspace
 
 CFG = select(64, "bf16", "full")
 
@@ -22,8 +22,8 @@ def kept(like: torch.Tensor) -> Workspace:
 
 @pytest.fixture(autouse=True)
 def default_stream(monkeypatch):
-    monkeypatch.setattr(launch, "on_default_stream", lambda device: True)
-    monkeypatch.setattr(launch, "_kept", launch._Kept())
+    monkeypatch.setattr(workspace, "on_default_stream", lambda device: True)
+    monkeypatch.setattr(workspace, "_kept", workspace._Kept())
 
 
 def test_the_next_call_of_a_size_uses_it_again():
@@ -34,10 +34,10 @@ def test_the_next_call_of_a_size_uses_it_again():
 
 
 def test_not_on_other_streams_nor_large(monkeypatch):
-    monkeypatch.setattr(launch, "KEPT_FLOATS", 100 * 2 * 64)
+    monkeypatch.setattr(workspace, "KEPT_FLOATS", 100 * 2 * 64)
     assert kept(q()).dq_sum is kept(q()).dq_sum
     assert kept(q(101)).dq_sum is not kept(q(101)).dq_sum
-    monkeypatch.setattr(launch, "on_default_stream", lambda device: False)
+    monkeypatch.setattr(workspace, "on_default_stream", lambda device: False)
     assert kept(q()).dq_sum is not kept(q()).dq_sum
 
 
@@ -58,7 +58,7 @@ def size(*tensors: torch.Tensor) -> int:
 def test_bytes(dim, keys, monkeypatch):
     cfg, like = select(dim, "bf16", "full", True, keys), torch.empty(1, 100, 2, dim, dtype=torch.bfloat16)
     assert size(*Workspace.of(cfg, like)) == Workspace.nbytes(cfg, 2, 100)
-    monkeypatch.setattr(launch, "KEPT_FLOATS", 0)
+    monkeypatch.setattr(workspace, "KEPT_FLOATS", 0)
     ws = Workspace.of(cfg, like, torch.empty_like(like))
     assert Workspace.nbytes(cfg, 2, 100) == (size(*ws) if cfg.last_finishes else size(ws.dq_sum))
 
@@ -94,7 +94,7 @@ def test_no_larger_than_fa4s(dim, tile, keys):
         n_q = -(-seqlen // tile)
         theirs = 4 * planes * n_q * (tile * dim + 2 * tile + 1)
         cfg = select(dim, "bf16", "causal", True, keys)
-        if cfg.last_finishes or not launch.keeps(cfg, planes, seqlen):
+        if cfg.last_finishes or not workspace.keeps(cfg, planes, seqlen):
             assert Workspace.nbytes(cfg, planes, seqlen) <= theirs
 
 
@@ -103,6 +103,6 @@ def test_more_turns_than_a_counter_holds():
 
     import numpy as np
 
-    program = SimpleNamespace(contributors=np.array([launch.MOST_TURNS + 1]))
+    program = SimpleNamespace(contributors=np.array([tables.MOST_TURNS + 1]))
     with pytest.raises(ValueError, match="65536 kv tiles meet one q tile"):
-        launch.DeviceTables.of(program, None, (), torch.device("cpu"))
+        tables.DeviceTables.of(program, None, (), torch.device("cpu"))
