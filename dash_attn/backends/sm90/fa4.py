@@ -52,8 +52,8 @@ class Fa4Forward:
         if self.problem.mask.documents is None:
             return self._run(q, k, v, self.how)
         packing = packing_of(self.problem.mask.documents, self.problem.batch, q.device)
-        flat = (x.flatten(0, 1) for x in (q, k, v))
-        return unpacked(self.problem, *self._run(*flat, self.how | packing._asdict()))
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        return unpacked(self.problem, *self._run(q, k, v, self.how | packing._asdict()))
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
         key = (q.device.index, q.stride(), k.stride(), v.stride())

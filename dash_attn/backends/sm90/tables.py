@@ -49,8 +49,9 @@ class DeviceTables:
         runs[: len(program.runs), : program.runs.shape[1]] = program.runs
         parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]  # all of them int32
         flat = uploaded(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
-        views = [view.view(part.shape) for view, part in zip(flat.split([p.size for p in parts]), parts, strict=True)]
-        return DeviceTables(*views[:5], bool((program.contributors == 0).any()), *views[5:])
+        views = [view.view(part.shape) for view, part in zip(torch.split(flat, [p.size for p in parts]), parts, strict=True)]
+        row_lo, row_hi = views[5:] or (None, None)
+        return DeviceTables(*views[:5], bool((program.contributors == 0).any()), row_lo, row_hi)
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
@@ -64,4 +65,4 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(None)
 def _copying(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
