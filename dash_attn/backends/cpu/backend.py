@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from dash_attn.backends import cpu
 from dash_attn.backends.base import Backward, Gradients, Operands, Options
+from dash_attn.backends.sources import source_hash
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -52,8 +52,5 @@ class CpuBackend:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """Hash of what computes on the CPU, as the GPU kernel's cache has one of what it compiles."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(cpu.__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    """Hash of the code in this folder."""
+    return source_hash(Path(__file__).parent.glob("*.py"))

@@ -15,6 +15,7 @@ from dash_attn.program import Program, Sequences
 
 from .cache import kernels
 from .config import MOST_TURNS, REPORT, STAMPS, KernelConfig
+from .cta import WRITERS
 
 LOG2_E = 1.4426950408889634
 KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
@@ -166,10 +167,10 @@ class DebugBuffers:
     reports: torch.Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes as is
 
     @staticmethod
-    def of(cfg: KernelConfig, tables: DeviceTables, ws: Workspace) -> DebugBuffers:
+    def of(tables: DeviceTables, ws: Workspace) -> DebugBuffers:
         planes, n_q, *part = ws.dq_sum.shape
         turns = max(1, int(tables.contributors.max()))
-        reports = torch.zeros(tables.workers, cfg.writers, len(REPORT), dtype=torch.int32, pin_memory=True)
+        reports = torch.zeros(tables.workers, WRITERS, len(REPORT), dtype=torch.int32, pin_memory=True)
         return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
 
     @property
@@ -327,7 +328,7 @@ def debug_backward(cfg: KernelConfig, tables: DeviceTables, inputs: Inputs, *, s
     check(cfg, tables, q, k, "debug")
     ws, grads = Workspace.of(cfg, q), Grads(*(torch.zeros_like(t) for t in (q, k, v)))
     ws.dq_sum.zero_()
-    buffers = DebugBuffers.of(cfg, tables, ws)
+    buffers = DebugBuffers.of(tables, ws)
     try:
         Launch(cfg, tables, scale)(inputs, grads, ws, buffers)
         torch.cuda.synchronize(q.device)
