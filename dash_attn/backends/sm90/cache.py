@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dash_attn.backends.sources import source_hash
-from dash_attn.program.program import Chain, Run
+from dash_attn.program import Chain, Run
 
 from .config import KernelConfig
 

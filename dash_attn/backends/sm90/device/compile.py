@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dash_attn.program.program import Chain
+from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
 from .bundles import element

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from dash_attn.program.program import Chain, Run
+from dash_attn.program import Chain, Run
 
 from ..cta import TILE_N, WRITERS
 from ..smem_plan import Info

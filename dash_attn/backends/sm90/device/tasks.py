@@ -14,7 +14,7 @@ before has one entry beside those of its tasks.
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dash_attn.program.program import Chain, Run
+from dash_attn.program import Chain, Run
 
 from ..cta import RING
 from ..smem_plan import GradEntry, Info, TaskEntry
