@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn.backends.sm90.config import DTYPES, MANY_KEYS, MASKS, SMEM_LIMIT, shipped
+from dash_attn.backends.sm90.config import DTYPES, MANY_KEYS, MASKS, shipped
+from dash_attn.backends.sm90.cta import SMEM_LIMIT
 from dash_attn.backends.sm90.smem_plan import plan
 from tests.backends.sm90.compile_report import config_of, disassembler
 
