@@ -72,15 +72,8 @@ MBARRIERS = (
     MBarrierSpec("dk_empty", 1, 1, Role.DK_WRITER, Role.CONSUMER),
 )
 MBARRIER_COUNT = sum(spec.count for spec in MBARRIERS)
-
-
-def mbarrier_offsets(specs: tuple[MBarrierSpec, ...] = MBARRIERS) -> dict[str, int]:
-    """Number of the first barrier of each kind, counted from the start of the buffer."""
-    offsets, used = {}, 0
-    for spec in specs:
-        offsets[spec.name] = used
-        used += spec.count
-    return offsets
+# Number of the first barrier of each kind, counted from the start of the buffer.
+MBARRIER_OFFSETS = {spec.name: sum(before.count for before in MBARRIERS[:i]) for i, spec in enumerate(MBARRIERS)}
 
 
 class NamedBarrier(IntEnum):

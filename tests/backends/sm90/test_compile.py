@@ -19,7 +19,7 @@ missing = [package for package, found in needs.items() if not found]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-# The masks of one dim, dtype and kind make a group: few enough to share a process, many enough for its start to pay.
+# A group is compiled by one process. It has the masks of one dim, dtype and kind, because a start takes long.
 GROUPS = {
     f"{dim}-{dtype}-{kind}": [f"main,{dim},{dtype},{mask},{how}" for mask in MASKS]
     for dim in (64, 128)

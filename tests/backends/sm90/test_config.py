@@ -10,11 +10,11 @@ import pytest
 from dash_attn.backends.sm90 import cta
 from dash_attn.backends.sm90.barriers import (
     MBARRIER_COUNT,
+    MBARRIER_OFFSETS,
     MBARRIERS,
     NAMED_BARRIER_THREADS,
     RING_DEPTH_NEEDED,
     NamedBarrier,
-    mbarrier_offsets,
 )
 from dash_attn.backends.sm90.config import HEAD_DIMS, KernelConfig, select, shipped, with_debug
 from dash_attn.backends.sm90.smem_plan import GradEntry, TaskEntry, plan
@@ -85,8 +85,7 @@ def test_barrier_arrivals():
 
 
 def test_barriers_do_not_overlap():
-    offsets = mbarrier_offsets()
-    used = [offsets[spec.name] + i for spec in MBARRIERS for i in range(spec.count)]
+    used = [MBARRIER_OFFSETS[spec.name] + i for spec in MBARRIERS for i in range(spec.count)]
     assert sorted(used) == list(range(MBARRIER_COUNT))
 
 

@@ -1,4 +1,4 @@
-"""The host's side of the debug build, with the CPU as the device and no kernel behind it."""
+"""The host's side of the debug build. Tensors lie on the CPU, and no kernel runs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def arguments(cfg: KernelConfig) -> tuple[launch.DeviceTables, launch.Inputs]:
 def test_contributions_are_kept_by_plane_tile_turn_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = with_debug(select(128, "bf16", "full"))
     monkeypatch.setattr(launch, "Launch", lambda *made: lambda *given: None)
-    found = launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
-    assert found.contributions.shape == (2, 4, 3, 64 * 128) and found.contributions.isnan().all()
-    assert found.dq_sum.shape == (2, 4, 64 * 128)
+    kept = launch.debug_backward(cfg, *arguments(cfg), scale=1.0)
+    assert kept.contributions.shape == (2, 4, 3, 64 * 128) and kept.contributions.isnan().all()
+    assert kept.dq_sum.shape == (2, 4, 64 * 128)
 
 
 def test_who_waits_for_what_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ def calls_of(functions, role, name, inlined=frozenset()) -> Iterator[tuple[str, 
 def outline(functions, inlined=frozenset()):
     """By function: its calls, with repeated ones written once. Branches of a build repeat calls."""
     calls = {at: [call for call, _ in groupby(calls_of(functions, *at, inlined))] for at in functions}
-    return {at: found for at, found in calls.items() if found and at not in inlined}
+    return {at: made for at, made in calls.items() if made and at not in inlined}
 
 
 def kernel_sources():

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..barriers import MBARRIER_COUNT, MBARRIERS, mbarrier_offsets
+from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
 from ..config import KernelConfig
 from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
 from ..smem_plan import Info, TaskEntry
@@ -35,7 +35,7 @@ class Debug(NamedTuple):
 class Streams(NamedTuple):
     """Tensors in global memory: those that TMA moves, each with its descriptor, and the others."""
 
-    q: Any  # (atom, tensor (S, D, H, B))
+    q: Any  # (descriptor, tensor (seqlen, dim, heads, batch))
     do: Any
     k: Any
     v: Any
@@ -171,7 +171,7 @@ class Barriers:
     base: Any  # address of the first barrier
 
     def at(self, name: str, index=0):
-        return self.base + (mbarrier_offsets()[name] + index)
+        return self.base + (MBARRIER_OFFSETS[name] + index)
 
     def init(self):
         """Called by one thread."""

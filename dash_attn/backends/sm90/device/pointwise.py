@@ -70,7 +70,7 @@ def score_gradient(dp, p, delta: ColumnPairs):
 def mask_probabilities(cta, p, tile, thread):
     """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile).
 
-    S is not masked with -inf: a product with 0 would make NaN of it.
+    P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number.
     """
     cfg, facts = cta.cfg, cta.facts
     lane = cute.arch.lane_idx()
