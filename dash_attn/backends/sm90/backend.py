@@ -111,4 +111,4 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
     options = Options() if options is None else options
     cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, problem.len_k)
-    return replace(cfg, **dict(options.kernel)).validate() if options.kernel else cfg  # type: ignore[arg-type]
+    return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ class Ours:
 
         hopper.require(device)
         cfg = hopper.config_of(problem, ordered)
-        cfg = replace(cfg, **self.configs[0]).validate()
+        cfg = replace(cfg, **self.configs[0])
         program, placed = self.placed(problem, TileShape(cfg.tile_m, cfg.tile_n), order, resident_workers(device))
         rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
         tables, scale = DeviceTables.of(program, placed, rows, device), problem.softmax_scale
