@@ -6,7 +6,7 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.order.types import Schedule, Template
-from dash_attn.program.program import Geometry, Longs, Program, Table
+from dash_attn.program.program import CHAIN, RUN, TILE, Chain, Geometry, Longs, Program, Run, Table, Tile
 from dash_attn.tiling import TileState, Tiling
 
 
@@ -19,19 +19,19 @@ def build(schedule: Schedule) -> Program:
 
     groups = np.arange(problem.groups)
     runs_of = np.stack([first for _, first in coded])[schedule.template_of]  # group x (num_kv + 1)
-    chains = np.empty((len(groups), tiling.num_kv, 5), np.int32)
-    chains[..., 0] = (groups // problem.heads_kv)[:, None]
-    chains[..., 1] = (groups % problem.heads_kv)[:, None]
-    chains[..., 2] = np.arange(tiling.num_kv)
-    chains[..., 3] = run_begin[schedule.template_of][:, None] + runs_of[:, :-1]
-    chains[..., 4] = np.diff(runs_of)
+    chains = np.empty((len(groups), tiling.num_kv, len(CHAIN)), np.int32)
+    chains[..., Chain.BATCH] = (groups // problem.heads_kv)[:, None]
+    chains[..., Chain.KV_HEAD] = (groups % problem.heads_kv)[:, None]
+    chains[..., Chain.KV_TILE] = np.arange(tiling.num_kv)
+    chains[..., Chain.FIRST_RUN] = run_begin[schedule.template_of][:, None] + runs_of[:, :-1]
+    chains[..., Chain.NUM_RUNS] = np.diff(runs_of)
     return Program(
         Geometry(problem.batch, problem.heads_kv, problem.group, problem.len_q, problem.len_k, shape.m, shape.n),
         str(schedule.choice),
         str(problem.mask),
         schedule.place,
         tile_table(tiling),
-        chains.reshape(-1, 5),
+        chains.reshape(-1, len(CHAIN)),
         np.concatenate([runs for runs, _ in coded]),
         schedule.launch.astype(np.int32),
         schedule.bundle_first.astype(np.int32),
@@ -47,7 +47,7 @@ def encode(template: Template, tiling: Tiling) -> tuple[Table, Longs]:
 @compiled
 def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
     """Greedy, longest runs; the steps of one with a single task are 1 and 0."""
-    runs, run_first = np.empty((len(q), 7), np.int32), np.empty(len(first), np.int64)
+    runs, run_first = np.empty((len(q), len(RUN)), np.int32), np.empty(len(first), np.int64)
     r = 0
     for chain in range(len(first) - 1):
         run_first[chain] = r
@@ -60,8 +60,10 @@ def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
                     break
                 step, turn_step = move, turn_move
                 u += 1
-            runs[r, 0], runs[r, 1], runs[r, 2], runs[r, 3] = head[t], q[t], step, u - t
-            runs[r, 4], runs[r, 5], runs[r, 6] = turn[t], turn_step, kind == TileState.PARTIAL
+            runs[r, Run.HEAD], runs[r, Run.FIRST_Q] = head[t], q[t]
+            runs[r, Run.STEP], runs[r, Run.COUNT] = step, u - t
+            runs[r, Run.TURN], runs[r, Run.TURN_STEP] = turn[t], turn_step
+            runs[r, Run.PARTIAL] = kind == TileState.PARTIAL
             t = u
             r += 1
     run_first[-1] = r
@@ -76,7 +78,7 @@ def tile_table(tiling: Tiling) -> Table:
 
 @compiled
 def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
-    table = np.empty((spans[:, 2].sum(), 4), np.int32)
+    table = np.empty((spans[:, 2].sum(), len(TILE)), np.int32)
     row = 0
     for kv in range(len(spans)):
         q = spans[kv, 0]
@@ -85,7 +87,8 @@ def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
             while end < spans[kv, 1] and state[kv, end] == kind:
                 end += 1
             if kind != TileState.EMPTY:
-                table[row, 0], table[row, 1], table[row, 2], table[row, 3] = kv, q, end - q, kind == TileState.PARTIAL
+                table[row, Tile.KV_TILE], table[row, Tile.FIRST_Q], table[row, Tile.COUNT] = kv, q, end - q
+                table[row, Tile.PARTIAL] = kind == TileState.PARTIAL
                 row += 1
             q = end
     return table[:row]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import cached_property
 from typing import get_args
 
@@ -14,10 +15,41 @@ from dash_attn.order.types import PlaceRule
 
 FORMAT = 1
 
-# Columns, defined once for host and device.
-TILE = ("kv_tile", "first_q", "count", "partial")
-CHAIN = ("batch", "kv_head", "kv_tile", "first_run", "num_runs")
-RUN = ("head", "first_q", "step", "count", "turn", "turn_step", "partial")
+
+class Tile(IntEnum):
+    """Columns of the table `tiles`: q tiles first_q .. first_q + count - 1 of a kv tile have one state."""
+
+    KV_TILE = 0
+    FIRST_Q = 1
+    COUNT = 2
+    PARTIAL = 3
+
+
+class Chain(IntEnum):
+    """Columns of the table `chains`: a chain's name, and its runs first_run .. first_run + num_runs - 1."""
+
+    BATCH = 0
+    KV_HEAD = 1
+    KV_TILE = 2
+    FIRST_RUN = 3
+    NUM_RUNS = 4
+
+
+class Run(IntEnum):
+    """Columns of the table `runs`: visit t has q tile first_q + t * step and turn turn + t * turn_step."""
+
+    HEAD = 0
+    FIRST_Q = 1
+    STEP = 2
+    COUNT = 3
+    TURN = 4
+    TURN_STEP = 5
+    PARTIAL = 6
+
+
+# The columns by name, as they stand in the tables; host and device read them by the enums above.
+TILE, CHAIN, RUN = (tuple(column.name.lower() for column in table) for table in (Tile, Chain, Run))
+CHAIN_NAME = slice(Chain.BATCH, Chain.KV_TILE + 1)  # batch, kv head, kv tile: the chain without its runs
 
 Table = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -123,8 +155,8 @@ class Program:
     @cached_property
     def task_first(self) -> Longs:
         """Task number at which each chain begins; the last entry is the number of tasks."""
-        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3], dtype=np.int64)])
-        first, count = self.chains[:, 3], self.chains[:, 4]
+        per_run = np.concatenate([[0], np.cumsum(self.runs[:, Run.COUNT], dtype=np.int64)])
+        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
         return np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64)
 
     @property
@@ -134,8 +166,10 @@ class Program:
     @cached_property
     def partial_per_chain(self) -> Longs:
         """How many tasks of each chain need the element mask."""
-        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3] * (self.runs[:, 6] != 0), dtype=np.int64)])
-        first, count = self.chains[:, 3], self.chains[:, 4]
+        per_run = np.concatenate(
+            [[0], np.cumsum(self.runs[:, Run.COUNT] * (self.runs[:, Run.PARTIAL] != 0), dtype=np.int64)]
+        )
+        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
         inside: Longs = per_run[first + count] - per_run[first]
         return inside
 
@@ -143,19 +177,23 @@ class Program:
     def contributors(self) -> Table:
         """Contributions that a dQ tile of each q tile index receives; the same in every plane."""
         delta = np.zeros(self.geometry.num_q + 1, np.int64)
-        np.add.at(delta, self.tiles[:, 1], 1)
-        np.add.at(delta, self.tiles[:, 1] + self.tiles[:, 2], -1)
+        np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
+        np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
         return np.cumsum(delta)[:-1].astype(np.int32)
 
     @cached_property
     def target_base(self) -> Longs:
         """Turnstile of q tile 0 of the first query head of each chain's group."""
         g = self.geometry
-        return (self.chains[:, 0].astype(np.int64) * g.heads_kv + self.chains[:, 1]) * g.group * g.num_q
+        return (
+            (self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD])
+            * g.group
+            * g.num_q
+        )
 
     def expand(self) -> TaskArrays:
         """All tasks as flat arrays."""
-        first, count = self.chains[:, 3].astype(np.int64), self.chains[:, 4].astype(np.int64)
+        first, count = self.chains[:, Chain.FIRST_RUN].astype(np.int64), self.chains[:, Chain.NUM_RUNS].astype(np.int64)
         chain_of_run = np.repeat(np.arange(len(self.chains)), count)
         run = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(count.sum())
         head, q, turn, partial, length = unroll(self.runs[run])
@@ -165,7 +203,7 @@ class Program:
 
     def task(self, chain: int, run: int, offset: int) -> Task:
         """Visit `offset` of run `run` of chain `chain`, by name."""
-        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, :3])
+        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, CHAIN_NAME])
         head, q0, dq, _, t0, dt, partial = (int(x) for x in self.runs[run])
         q_head = kv_head * self.geometry.group + head
         return Task(batch, q_head, q0 + offset * dq, kv_tile, t0 + offset * dt, bool(partial))
@@ -175,7 +213,7 @@ class Program:
         """Hash of the order, however it is run-length coded; launch and placement are not in it."""
         digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
         orders = dict[tuple[int, int], bytes]()  # chains that share their runs are read once
-        for *name, first, count in self.chains[np.lexsort(self.chains[:, 2::-1].T)].tolist():
+        for *name, first, count in self.chains[np.lexsort(self.chains[:, Chain.KV_TILE :: -1].T)].tolist():
             if (first, count) not in orders:
                 visits = np.stack(unroll(self.runs[first : first + count])[:4])
                 orders[first, count] = hashlib.sha256(visits.tobytes()).digest()
@@ -186,7 +224,7 @@ class Program:
 def unroll(runs: Table) -> tuple[Longs, Longs, Longs, Longs, Longs]:
     """Runs to visits: head, q tile, turn and partial of each, and the length of each run."""
     rows = runs.astype(np.int64)
-    length = rows[:, 3]
+    length = rows[:, Run.COUNT]
     begin = np.cumsum(length) - length
     step = np.arange(length.sum()) - np.repeat(begin, length)
     head, q0, dq, _, t0, dt, partial = (np.repeat(column, length) for column in rows.T)

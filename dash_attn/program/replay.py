@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.jit import compiled
-from dash_attn.program.program import Program, Table
+from dash_attn.program.program import Chain, Program, Run, Table
 
 Floats = npt.NDArray[np.float64]
 
@@ -146,20 +146,25 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
         waits = False
         while p < seq_first[s + 1]:
             c = seq_chains[p]
-            end = chains[c, 3] + chains[c, 4]
+            end = chains[c, Chain.FIRST_RUN] + chains[c, Chain.NUM_RUNS]
             if costs is not None:
                 task = task_first[c] if j < 0 else paused[s]
                 done = tasks_done[s]
             if j < 0:
-                j, o = chains[c, 3], 0
+                j, o = chains[c, Chain.FIRST_RUN], 0
                 if costs is not None:
                     t += prologue
                     totals[s, 1] += prologue
             while j < end:
-                first = base[c] + runs[j, 0] * num_q + runs[j, 1]
-                step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
+                first = base[c] + runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q]
+                step, count, turn0, turn_step = (
+                    runs[j, Run.STEP],
+                    runs[j, Run.COUNT],
+                    runs[j, Run.TURN],
+                    runs[j, Run.TURN_STEP],
+                )
                 if costs is not None:
-                    masking = partial_cost if runs[j, 6] != 0 else 0.0
+                    masking = partial_cost if runs[j, Run.PARTIAL] != 0 else 0.0
                 while o < count:
                     target = first + step * o
                     turn = turn0 + turn_step * o
@@ -188,7 +193,7 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                             t = landed
                         else:
                             blocked = slot_free[s, done % depth] - stop
-                            if fetch > 0 and 0 < turn == contributors[runs[j, 1] + step * o] - 1:
+                            if fetch > 0 and 0 < turn == contributors[runs[j, Run.FIRST_Q] + step * o] - 1:
                                 taken = max(slot_free[s, done % depth], writer_free[s, done % writers])
                                 blocked = max(taken, released[target]) + fetch - stop
                             if blocked > 0:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.program import Program, Sequences, Task, TaskArrays, bundles, place, replay
+from dash_attn.program import Chain, Program, Run, Sequences, Task, TaskArrays, bundles, place, replay
+from dash_attn.program.program import CHAIN_NAME
 from dash_attn.program.replay import PASSED, STUCK, Replay
 
 # What can be wrong with tables, told as it stands here; two more need a chain's name.
@@ -90,21 +91,32 @@ def _broken_rule(tables, sizes, seen):  # type: ignore[no-untyped-def]
     chains, runs, launch, bundle_first = tables
     batch, heads_kv, num_kv, group, num_q = sizes
     for c in range(len(chains)):
-        if not 0 <= chains[c, 0] < batch:
+        if not 0 <= chains[c, Chain.BATCH] < batch:
             return 0, c
-        if not 0 <= chains[c, 1] < heads_kv:
+        if not 0 <= chains[c, Chain.KV_HEAD] < heads_kv:
             return 1, c
-        if not 0 <= chains[c, 2] < num_kv:
+        if not 0 <= chains[c, Chain.KV_TILE] < num_kv:
             return 2, c
-        seen[(int(chains[c, 0]) * heads_kv + chains[c, 1]) * num_kv + chains[c, 2]] += 1
+        seen[
+            (int(chains[c, Chain.BATCH]) * heads_kv + chains[c, Chain.KV_HEAD]) * num_kv + chains[c, Chain.KV_TILE]
+        ] += 1
     for c in range(len(seen)):
         if seen[c] != 1:
             return NOT_ONCE, c
     for c in range(len(chains)):
-        if chains[c, 3] < 0 or chains[c, 4] < 0 or int(chains[c, 3]) + int(chains[c, 4]) > len(runs):
+        if (
+            chains[c, Chain.FIRST_RUN] < 0
+            or chains[c, Chain.NUM_RUNS] < 0
+            or int(chains[c, Chain.FIRST_RUN]) + int(chains[c, Chain.NUM_RUNS]) > len(runs)
+        ):
             return NO_SUCH_RUN, c
     for j in range(len(runs)):
-        head, first, step, count = int(runs[j, 0]), int(runs[j, 1]), int(runs[j, 2]), int(runs[j, 3])
+        head, first, step, count = (
+            int(runs[j, Run.HEAD]),
+            int(runs[j, Run.FIRST_Q]),
+            int(runs[j, Run.STEP]),
+            int(runs[j, Run.COUNT]),
+        )
         if count <= 0:
             return 3, 0
         if not 0 <= head < group:
@@ -136,8 +148,14 @@ def _check_cover(program: Program) -> None:
         return
     if kind == 4:
         head, q = run, offset
-        kv_tile = int(program.chains[chain, 2])
-        name = Task(int(program.chains[chain, 0]), int(program.chains[chain, 1]) * g.group + head, q, kv_tile, -1)
+        kv_tile = int(program.chains[chain, Chain.KV_TILE])
+        name = Task(
+            int(program.chains[chain, Chain.BATCH]),
+            int(program.chains[chain, Chain.KV_HEAD]) * g.group + head,
+            q,
+            kv_tile,
+            -1,
+        )
         text = str(name).replace(", turn -1", "")
         raise VerifyError(f"tile missed: {text} is not empty and no task visits it", (name,))
     task = program.task(chain, run, offset)
@@ -172,21 +190,21 @@ def _cover(chains, runs, state, needed, group):  # type: ignore[no-untyped-def]
     stamp = np.full(group * num_q, -1, np.int64)
     checked = np.full(num_kv, -1, np.int64)  # the last chain of each kv tile: others with the same runs are as right
     for c in range(len(chains)):
-        kv, first, count = chains[c, 2], chains[c, 3], chains[c, 4]
+        kv, first, count = chains[c, Chain.KV_TILE], chains[c, Chain.FIRST_RUN], chains[c, Chain.NUM_RUNS]
         twin = checked[kv]
-        if twin >= 0 and chains[twin, 3] == first and chains[twin, 4] == count:
+        if twin >= 0 and chains[twin, Chain.FIRST_RUN] == first and chains[twin, Chain.NUM_RUNS] == count:
             continue
         checked[kv] = c
         visited = 0
         for j in range(first, first + count):
-            for o in range(runs[j, 3]):
-                q = runs[j, 1] + runs[j, 2] * o
-                slot = runs[j, 0] * num_q + q
+            for o in range(runs[j, Run.COUNT]):
+                q = runs[j, Run.FIRST_Q] + runs[j, Run.STEP] * o
+                slot = runs[j, Run.HEAD] * num_q + q
                 if stamp[slot] == c:
                     return 1, c, j, o
                 if state[kv, q] == 0:
                     return 2, c, j, o
-                if (state[kv, q] == 2) != (runs[j, 6] != 0):
+                if (state[kv, q] == 2) != (runs[j, Run.PARTIAL] != 0):
                     return 3, c, j, o
                 stamp[slot] = c
                 visited += 1
@@ -214,7 +232,7 @@ def _in_sequence(chains, runs, launch, sizes):  # type: ignore[no-untyped-def]
     chain_of = np.empty((num_groups, num_kv), np.int64)  # each group's chains as they are launched
     filled = np.zeros(num_groups, np.int64)
     for c in launch:
-        group = chains[c, 0] * heads_kv + chains[c, 1]
+        group = chains[c, Chain.BATCH] * heads_kv + chains[c, Chain.KV_HEAD]
         chain_of[group, filled[group]] = c
         filled[group] += 1
     counter = np.empty(num_targets, np.int32)
@@ -222,15 +240,19 @@ def _in_sequence(chains, runs, launch, sizes):  # type: ignore[no-untyped-def]
         same = group > 0  # as the first group in every chain: no two groups share a dQ tile, so as right as that was
         for i in range(num_kv):
             c, twin = chain_of[group, i], chain_of[0, i]
-            same = same and chains[c, 3] == chains[twin, 3] and chains[c, 4] == chains[twin, 4]
+            same = (
+                same
+                and chains[c, Chain.FIRST_RUN] == chains[twin, Chain.FIRST_RUN]
+                and chains[c, Chain.NUM_RUNS] == chains[twin, Chain.NUM_RUNS]
+            )
         if same:
             continue
         counter[:] = 0
         for c in chain_of[group]:
-            for j in range(chains[c, 3], chains[c, 3] + chains[c, 4]):
-                for o in range(runs[j, 3]):
-                    target = runs[j, 0] * num_q + runs[j, 1] + runs[j, 2] * o
-                    if counter[target] != int(runs[j, 4]) + int(runs[j, 5]) * o:
+            for j in range(chains[c, Chain.FIRST_RUN], chains[c, Chain.FIRST_RUN] + chains[c, Chain.NUM_RUNS]):
+                for o in range(runs[j, Run.COUNT]):
+                    target = runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q] + runs[j, Run.STEP] * o
+                    if counter[target] != int(runs[j, Run.TURN]) + int(runs[j, Run.TURN_STEP]) * o:
                         return False
                     counter[target] += 1
     return True
@@ -269,21 +291,25 @@ def _turns(chains, runs, begin, sizes):  # type: ignore[no-untyped-def]
     num_groups, heads_kv, num_kv, num_q = sizes
     chain_of = np.empty((num_groups, num_kv), np.int64)
     for c in range(len(chains)):
-        chain_of[chains[c, 0] * heads_kv + chains[c, 1], chains[c, 2]] = c
+        chain_of[chains[c, Chain.BATCH] * heads_kv + chains[c, Chain.KV_HEAD], chains[c, Chain.KV_TILE]] = c
     owner = np.empty((begin[-1], 3), np.int32)
     for group in range(num_groups):
         same = group > 0  # the runs of the first group in every chain: as right as that was
         for kv in range(num_kv):
             c, twin = chain_of[group, kv], chain_of[0, kv]
-            same = same and chains[c, 3] == chains[twin, 3] and chains[c, 4] == chains[twin, 4]
+            same = (
+                same
+                and chains[c, Chain.FIRST_RUN] == chains[twin, Chain.FIRST_RUN]
+                and chains[c, Chain.NUM_RUNS] == chains[twin, Chain.NUM_RUNS]
+            )
         if same:
             continue
         owner[:] = -1
         for c in chain_of[group]:
-            for j in range(chains[c, 3], chains[c, 3] + chains[c, 4]):
-                for o in range(runs[j, 3]):
-                    target = runs[j, 0] * num_q + runs[j, 1] + runs[j, 2] * o
-                    turn = int(runs[j, 4]) + int(runs[j, 5]) * o
+            for j in range(chains[c, Chain.FIRST_RUN], chains[c, Chain.FIRST_RUN] + chains[c, Chain.NUM_RUNS]):
+                for o in range(runs[j, Run.COUNT]):
+                    target = runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q] + runs[j, Run.STEP] * o
+                    turn = int(runs[j, Run.TURN]) + int(runs[j, Run.TURN_STEP]) * o
                     if turn < 0 or turn >= begin[target + 1] - begin[target]:
                         return 1, c, j, o, -1, -1, -1
                     at = begin[target] + turn
@@ -319,7 +345,7 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
     for s, (position, run, offset) in enumerate(outcome.standing.tolist()):
         if position < sequences.first[s + 1]:
             chain = int(sequences.chains[position])
-            done = int(program.runs[program.chains[chain, 3] : run, 3].sum()) + offset
+            done = int(program.runs[program.chains[chain, Chain.FIRST_RUN] : run, Run.COUNT].sum()) + offset
             standing[s] = int(program.task_first[chain]) + done
     holder = np.empty(len(program.chains), np.int64)
     holder[sequences.chains] = np.repeat(np.arange(len(sequences.first) - 1), np.diff(sequences.first))
@@ -341,7 +367,7 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
 
 
 def _task(program: Program, tasks: TaskArrays, t: int) -> Task:
-    batch, kv_head, kv_tile = program.chains[tasks.chain[t], :3].tolist()
+    batch, kv_head, kv_tile = program.chains[tasks.chain[t], CHAIN_NAME].tolist()
     q_head = kv_head * program.geometry.group + int(tasks.head[t])
     return Task(batch, q_head, int(tasks.q[t]), kv_tile, int(tasks.turn[t]), bool(tasks.partial[t]))
 
@@ -353,7 +379,7 @@ def _passed(program: Program, sequences: Sequences, outcome: Replay) -> tuple[st
 
 
 def _chain(program: Program, chain: int) -> str:
-    batch, kv_head, kv_tile = program.chains[chain, :3].tolist()
+    batch, kv_head, kv_tile = program.chains[chain, CHAIN_NAME].tolist()
     return f"(batch {batch}, kv head {kv_head}, kv tile {kv_tile})"
 
 
