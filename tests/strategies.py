@@ -13,9 +13,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import Choice, Schedule, Template, applicable
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from dash_attn.program import Program, build
+from dash_attn.program import Program
 from dash_attn.tiling import TileShape, Tiling, grid, tile
 
 settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=1000)
@@ -105,7 +106,7 @@ def policy_programs(draw: st.DrawFn) -> Program:
     name = draw(st.sampled_from(applicable(tiling)))
     windowed = name in ("shift", "symmetric_shift", "diagonal", "search")
     width = draw(st.none() | st.integers(1, 6)) if windowed else None
-    return build(schedule(tiling, Choice(name, width)))
+    return compose(tiling, Choice(name, width))
 
 
 @st.composite

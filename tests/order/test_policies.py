@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.launch import compose
 from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Schedule, Template, applicable, choose, parse, schedule
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.program import build, place
@@ -45,7 +46,7 @@ def test_every_applicable_policy_verifies(data: st.DataObject) -> None:
     tiling = data.draw(tilings())
     for name in applicable(tiling):
         width = data.draw(st.none() | st.integers(1, 5)) if POLICIES[name].windowed else None
-        program = build(schedule(tiling, Choice(name, width)))
+        program = compose(tiling, Choice(name, width))
         needed = verify(program).co_resident
         for workers in {needed, needed + 1, data.draw(st.integers(needed, needed + 9))} - {0}:
             verify(program, workers)
@@ -66,7 +67,7 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
             if name not in applicable(tiling):
                 continue
             for width in (None, 1, 4, 64) if POLICIES[name].windowed else (None,):
-                program = build(schedule(tiling, Choice(name, width)))
+                program = compose(tiling, Choice(name, width))
                 verify(program, max(1, verify(program).co_resident))
 
 
@@ -124,7 +125,7 @@ def test_parse() -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
 def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
     problem = Problem(2, heads[0] * heads[1], heads[0], 1000, 1000, mask=mask)
-    program = build(schedule(tile(problem, TileShape(5, 5))))
+    program = compose(tile(problem, TileShape(5, 5)))
     assert verify(program, AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
 
 
@@ -193,7 +194,7 @@ def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.
 def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
     choice = choose(tiling)
     assert choice.policy in applicable(tiling)
-    assert build(schedule(tiling, "auto")).fingerprint == build(schedule(tiling, choice)).fingerprint
+    assert compose(tiling, "auto").fingerprint == compose(tiling, choice).fingerprint
 
 
 # ---- order and placement are apart -------------------------------------------------------------------------
@@ -203,8 +204,8 @@ def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
 @given(st.data())
 def test_fingerprint_knows_the_order_only(data: st.DataObject) -> None:
     tiling = data.draw(tilings())
-    program = build(schedule(tiling, data.draw(st.sampled_from(applicable(tiling)))))
-    again = build(schedule(tiling, program.policy))
+    program = compose(tiling, data.draw(st.sampled_from(applicable(tiling))))
+    again = compose(tiling, program.policy)
     for workers in (1, 3, 200):
         place(again, workers)
     assert again.fingerprint == program.fingerprint
@@ -217,12 +218,12 @@ def test_fingerprint_knows_the_order_only(data: st.DataObject) -> None:
 
 def test_different_orders_have_different_fingerprints() -> None:
     full, causal = square(6, FULL), square(6, CAUSAL)
-    assert len({build(schedule(full, name)).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
+    assert len({compose(full, name).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
     names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
-    assert build(schedule(causal, "level")).fingerprint == build(schedule(causal, "descending")).fingerprint
+    assert compose(causal, "level").fingerprint == compose(causal, "descending").fingerprint
     causal = square(6, CAUSAL, heads_kv=2)
     names = (*names, "level", "fold")
-    assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
+    assert len({compose(causal, name).fingerprint for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -230,7 +231,7 @@ def test_different_orders_have_different_fingerprints() -> None:
 @pytest.mark.parametrize("shape", [TileShape(4, 4), TileShape(4, 8), TileShape(8, 4)], ids=str)
 def test_diagonal_without_windows_is_spt_for_causal(group: int, lengths: tuple[int, int], shape: TileShape) -> None:
     tiling = tile(Problem(1, 2 * group, 2, *lengths, mask=CAUSAL), shape)
-    spt, diagonal = (build(schedule(tiling, name)) for name in ("spt", "diagonal"))
+    spt, diagonal = (compose(tiling, name) for name in ("spt", "diagonal"))
     assert spt.fingerprint == diagonal.fingerprint
     # The same order launched the other way round is what makes it fast, and needs its chains together.
     assert verify(spt).co_resident == 1 and (tiling.num_kv < 2 or verify(diagonal).co_resident > 1)
@@ -437,7 +438,7 @@ def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
 @pytest.mark.parametrize(("n", "group", "heads_kv"), [(6, 2, 2), (8, 4, 3), (256, 4, 2), (512, 2, 2), (768, 3, 1)])
 def test_fold_begins_every_round_together(n: int, group: int, heads_kv: int) -> None:
     """As many workers as a round has short chains: none waits for a turn, and all end at once."""
-    program = build(schedule(square(n, CAUSAL, group, heads_kv), "fold"))
+    program = compose(square(n, CAUSAL, group, heads_kv), "fold")
     workers = n // (2 * max(1, n // 256))
     found = simulate(program, workers, Paper(1, 0.25), record=False)
     assert found.makespan == 1.25 * len(program.expand().q) / workers

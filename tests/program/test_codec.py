@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import FORMAT, Program, build, load, save
+from dash_attn.program import FORMAT, Program, load, save
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
@@ -25,7 +25,7 @@ TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")
 
 
 def sample() -> Program:
-    return build(schedule(tile(Problem(1, 4, 2, 12, 12, mask=CAUSAL), TileShape(2, 2)), "symmetric_shift"))
+    return compose(tile(Problem(1, 4, 2, 12, 12, mask=CAUSAL), TileShape(2, 2)), "symmetric_shift")
 
 
 def parts(program: Program, path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.launch import compose
 from dash_attn.order import Schedule, applicable, schedule
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import CHAIN, RUN, TILE, Program, build
@@ -89,7 +90,7 @@ def test_expand_is_the_visits_in_table_order(program: Program) -> None:
 @examples(100)
 @given(tilings())
 def test_tile_table_is_the_tiling(tiling: Tiling) -> None:
-    program = build(schedule(tiling, "fa3"))
+    program = compose(tiling, "fa3")
     state = np.zeros_like(tiling.state)
     for kv, first, count, partial in program.tiles.tolist():
         assert count > 0 and not state[kv, first : first + count].any()
@@ -119,7 +120,7 @@ def test_fingerprint_sees_every_change_of_order(program: Program, data: st.DataO
 
 
 def test_programs_cannot_be_changed() -> None:
-    program = build(schedule(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift"))
+    program = compose(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
     for name in TABLES:
         table = getattr(program, name)
         assert table.dtype == np.int32
@@ -140,7 +141,7 @@ def test_later_changes_of_the_source_do_not_reach_the_program() -> None:
 
 
 def test_task_names() -> None:
-    program = build(schedule(tile(Problem(2, 4, 2, 4, 4, mask=CAUSAL), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(2, 4, 2, 4, 4, mask=CAUSAL), TileShape(1, 1)), "fa3")
     chain = next(i for i, row in enumerate(program.chains[:, :3].tolist()) if row == [1, 1, 2])
     run = int(program.chains[chain, 3])
     task = program.task(chain, run, 0)
@@ -156,9 +157,9 @@ LONG = Problem(1, 32, 32, 128 * 1024, 128 * 1024, mask=CAUSAL)
 @pytest.mark.parametrize("policy", ["fa3", "spt", "descending", "symmetric_shift", "diagonal", "search", "auto"])
 def test_32_heads_of_128k_tokens(policy: str) -> None:
     """33.6 million tasks: under 20 MB; built and verified in under 5 s, when compiled."""
-    verify(build(schedule(tile(Problem(1, 1, 1, 256, 256, mask=CAUSAL), TileShape(64, 128)), policy)))
+    verify(compose(tile(Problem(1, 1, 1, 256, 256, mask=CAUSAL), TileShape(64, 128)), policy))
     begin = time.process_time()
-    program = build(schedule(tile(LONG, TileShape(64, 128)), policy))
+    program = compose(tile(LONG, TileShape(64, 128)), policy)
     verify(program)
     seconds = time.process_time() - begin
     assert program.num_tasks == 32 * (2048 * 1024 // 2 + 1024)
@@ -169,9 +170,9 @@ def test_32_heads_of_128k_tokens(policy: str) -> None:
 def test_runs_are_long() -> None:
     """What heads share is stored once, and a chain is a few runs as long as turns advance evenly."""
     full, causal = dataclasses.replace(LONG, mask=FULL), LONG
-    assert len(build(schedule(tile(full, TileShape(128, 128)), "fa3")).runs) == 1024
-    assert len(build(schedule(tile(full, TileShape(128, 128)), "shift:1024")).runs) < 2 * 1024
-    assert len(build(schedule(tile(causal, TileShape(128, 128)), "spt")).runs) < 2 * 1024
+    assert len(compose(tile(full, TileShape(128, 128)), "fa3").runs) == 1024
+    assert len(compose(tile(full, TileShape(128, 128)), "shift:1024").runs) < 2 * 1024
+    assert len(compose(tile(causal, TileShape(128, 128)), "spt").runs) < 2 * 1024
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 9), (9, 0)])
@@ -179,7 +180,7 @@ def test_problems_without_tasks(lengths: tuple[int, int]) -> None:
     for mask in (FULL, CAUSAL):
         tiling = tile(Problem(2, 4, 2, *lengths, mask=mask), TileShape(4, 4))
         for name in applicable(tiling):
-            program = build(schedule(tiling, name))
+            program = compose(tiling, name)
             assert program.num_tasks == 0
             assert verify(program, 3).co_resident <= 1
             assert len(program.fingerprint) == 16

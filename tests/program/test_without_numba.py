@@ -9,16 +9,16 @@ SCRIPT = """
 import sys
 if {without}:
     sys.modules["numba"] = None
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import build
-from dash_attn.order import applicable, schedule
+from dash_attn.order import applicable
 from dash_attn.simulate import Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
 for mask in (FULL, CAUSAL):
     tiling = tile(Problem(1, 4, 2, 50, 37, mask=mask), TileShape(4, 4))
     for name in applicable(tiling):
-        program = build(schedule(tiling, name))
+        program = compose(tiling, name)
         result = simulate(program, 12, Machine())
         print(name, program.fingerprint, verify(program).co_resident, result.makespan, result.stall)
 """

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dash_attn.order import applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, build, place
+from dash_attn.program import Program, place
 from dash_attn.simulate import Machine, Model, Paper, lower_bounds, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import VerifyError, verify
@@ -132,7 +133,7 @@ def test_waiting_for_every_add_is_the_slowest_machine(run: tuple[Program, int], 
 
 
 def two_by_two() -> Program:
-    return build(schedule(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3"))
+    return compose(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3")
 
 
 def test_the_two_by_two_example_of_the_paper() -> None:
@@ -171,7 +172,7 @@ def test_the_last_contributor_takes_the_sum_in() -> None:
 
 def test_tasks_that_are_not_equally_long() -> None:
     """As long on the whole, and each as long as the last time."""
-    program = build(schedule(tile(Problem(1, 8, 8, 512, 1), TileShape(1, 1)), "fa3"))  # nobody waits
+    program = compose(tile(Problem(1, 8, 8, 512, 1), TileShape(1, 1)), "fa3")  # nobody waits
     model = Machine(2, 0, 0, 0, 0, 0, jitter=0.1)
     found = simulate(program, 8, model)
     begin, end = found.outcome.times[:2]
@@ -198,7 +199,7 @@ def test_without_events_there_is_no_timeline() -> None:
 
 
 def test_deadlock_is_an_error_not_a_number() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "shift"))
+    program = compose(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "shift")
     with pytest.raises(VerifyError, match="this order needs 4"):
         simulate(program, 3)
     with pytest.raises(VerifyError, match="deadlock"):
@@ -219,7 +220,7 @@ def test_bad_arguments() -> None:
 def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignore[no-untyped-def]
     tiling: Tiling = tile(Problem(1, 10, 5, 9, 9, mask=mask), TileShape(1, 1))
     for name in applicable(tiling):
-        program = build(schedule(tiling, name))
+        program = compose(tiling, name)
         if verify(program).co_resident <= workers:
             for model in (Paper(), Machine()):
                 result = simulate(program, workers, model)
@@ -249,8 +250,7 @@ def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> No
     tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
     machine = LIKE_AN_H200[problem.dim]
     level, paired = (
-        simulate(build(schedule(tiling, name)), workers, machine, record=False)
-        for name in ("level", "symmetric_shift:32")
+        simulate(compose(tiling, name), workers, machine, record=False) for name in ("level", "symmetric_shift:32")
     )
     bound = lower_bounds(level.program, workers, machine)["work / workers"]
     grouped = problem.group > 1  # whose chains are kept in step, which costs some

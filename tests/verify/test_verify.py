@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, Sequences, build, bundles, place
+from dash_attn.program import Program, Sequences, bundles, place
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
@@ -315,7 +315,7 @@ def test_any_placement_is_judged_right(program: Program, workers: int, seed: int
 
 
 def test_wrong_placements() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "fa3")
     good = place(program, 2)
     with pytest.raises(VerifyError, match="for 2 workers, only 1 are co-resident"):
         verify(program, 1, good)
@@ -338,7 +338,7 @@ def test_wrong_placements() -> None:
 
 
 def causal(policy: str = "fa3") -> Program:
-    return build(schedule(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), policy))
+    return compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), policy)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_messages_name_tasks(mutate: Callable[[Book], None], text: str) -> None:
 
 def test_a_cycle_is_told_as_a_ring() -> None:
     """Two chains, each of which waits for the second task of the other."""
-    book = Book.of(build(schedule(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3")))
+    book = Book.of(compose(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3"))
     for chain, turns in zip(book.chains, [(1, 0), (0, 1)], strict=True):
         for v, turn in zip(chain, turns, strict=True):
             v.turn = turn
@@ -376,7 +376,7 @@ def test_a_cycle_is_told_as_a_ring() -> None:
 
 
 def test_a_bundle_that_waits_for_itself() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 1, 2), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(1, 1, 1, 1, 2), TileShape(1, 1)), "fa3")
     backwards = dataclasses.replace(program, launch=np.array([1, 0], np.int32), bundle_first=np.array([0, 2], np.int32))
     with pytest.raises(VerifyError, match="cycle") as error:
         verify(backwards)
@@ -394,9 +394,9 @@ def test_run_cuts_and_launch_order_do_not_matter_to_validity() -> None:
 def test_co_residency_of_the_policies() -> None:
     full = tile(Problem(1, 4, 4, 12, 12, mask=FULL), TileShape(1, 1))
     triangle = tile(Problem(1, 4, 4, 12, 12, mask=CAUSAL), TileShape(1, 1))
-    needs = {name: verify(build(schedule(full, name))).co_resident for name in ("fa3", "shift", "shift:5", "shift:1")}
+    needs = {name: verify(compose(full, name)).co_resident for name in ("fa3", "shift", "shift:5", "shift:1")}
     assert needs == {"fa3": 1, "shift": 12, "shift:5": 4, "shift:1": 1}
-    needs = {name: verify(build(schedule(triangle, name))).co_resident for name in ("spt", "descending", "diagonal")}
+    needs = {name: verify(compose(triangle, name)).co_resident for name in ("spt", "descending", "diagonal")}
     assert needs == {"spt": 1, "descending": 1, "diagonal": 12}
-    assert verify(build(schedule(triangle, "symmetric_shift"))).co_resident == 6
-    assert [len(x) for x in pairwise(bundles(build(schedule(triangle, "symmetric_shift"))).first)] == [2] * 24
+    assert verify(compose(triangle, "symmetric_shift")).co_resident == 6
+    assert [len(x) for x in pairwise(bundles(compose(triangle, "symmetric_shift")).first)] == [2] * 24

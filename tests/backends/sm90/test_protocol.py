@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from dash_attn.backends.sm90.config import select
-from dash_attn.order import applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
-from dash_attn.program import build
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
 from tests.backends.sm90.protocol import Machine, run
@@ -45,7 +45,7 @@ def test_random_programs(seed):
     mask = rng.choice([FULL, CAUSAL, window(rng.randrange(300), rng.randrange(300)), documents([0, *cuts, length])])
     problem = Problem(1, heads_kv * group, heads_kv, length, length, mask=mask)
     tiling = tile(problem, TileShape(64, 128))
-    program = build(schedule(tiling, rng.choice(applicable(tiling))))
+    program = compose(tiling, rng.choice(applicable(tiling)))
     placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
     cfg = dataclasses.replace(select(128, "bf16", "full"), split=rng.random() < 0.5)
     if rng.random() < 0.5:

@@ -10,7 +10,8 @@ import rustworkx as rx
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, schedule
+from dash_attn.launch import compose
+from dash_attn.order import Choice, Schedule, Template
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.program import Program, Sequences, build, bundles, place
 from dash_attn.simulate import Paper, simulate
@@ -73,7 +74,7 @@ def test_critical_path_is_a_path_of_named_phases(program: Program, c: int, r: in
 
 
 def test_every_edge_says_why_it_is_there() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 3, 3, mask=CAUSAL), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(1, 1, 1, 3, 3, mask=CAUSAL), TileShape(1, 1)), "fa3")
     graph = dag(program, place(program, 2)).graph
     whys = [graph.get_edge_data_by_index(edge) for edge in graph.edge_indices()]
     # 6 tasks on workers, each with its two phases; q tiles 0, 1, 2 get 1, 2, 3 contributions.
@@ -135,7 +136,7 @@ def test_depth_monotone_orders_never_wait(program: Program, c: int, r: int, work
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
 def test_depth_of_the_papers_orders(n: int) -> None:
     def made(policy: str, **mask: object) -> Program:
-        return build(schedule(tile(Problem(1, 2, 2, n, n, **mask), TileShape(1, 1)), policy))  # type: ignore[arg-type]
+        return compose(tile(Problem(1, 2, 2, n, n, **mask), TileShape(1, 1)), policy)  # type: ignore[arg-type]
 
     assert depth_monotone(made("shift"))
     assert depth_monotone(made("fa3")) == (n == 1)
@@ -145,8 +146,8 @@ def test_depth_of_the_papers_orders(n: int) -> None:
 
 def test_nothing_to_do() -> None:
     for lengths in [(0, 0), (0, 4), (4, 0)]:
-        program = build(schedule(tile(Problem(1, 1, 1, *lengths), TileShape(2, 2)), "fa3"))
+        program = compose(tile(Problem(1, 1, 1, *lengths), TileShape(2, 2)), "fa3")
         for placement in (None, place(program, 3)):
             assert dag(program, placement).length() == 0 and depth_monotone(program, placement)
     empty = Sequences(np.zeros(4, np.int32), np.zeros(0, np.int32))
-    assert depth_monotone(build(schedule(tile(Problem(1, 1, 1, 4, 0), TileShape(2, 2)), "fa3")), empty)
+    assert depth_monotone(compose(tile(Problem(1, 1, 1, 4, 0), TileShape(2, 2)), "fa3"), empty)

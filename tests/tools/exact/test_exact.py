@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import Choice, Schedule, Template, applicable
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, window
 from dash_attn.program import build, place, replay
 from dash_attn.program.replay import FINISHED
@@ -33,7 +34,7 @@ def square(n: int, mask: Mask, heads: int = 1, group: int = 1) -> Tiling:
 def makespan(tiling: Tiling, policy: str, workers: int, model: Paper) -> float:
     """Of a policy; infinite where it needs more workers."""
     try:
-        return simulate(build(schedule(tiling, policy)), workers, model).makespan
+        return simulate(compose(tiling, policy), workers, model).makespan
     except VerifyError:
         return float("inf")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn.order import choose, schedule
-from dash_attn.program import build
+from dash_attn.launch import compose
+from dash_attn.order import choose
 from dash_attn.simulate import Machine, simulate
 from dash_attn.tools.bench.ours import USUAL
 from dash_attn.tools.trace.calibrate import (
@@ -108,7 +108,7 @@ def test_a_trace_of_the_grid_runs_at_the_clock_of_the_grid(tmp_path: Path) -> No
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
     cell = Cell.parse("d128 causal 512")
     assert cell is not None
-    program = build(schedule(cell.tiling(), "symmetric_shift:64"))
+    program = compose(cell.tiling(), "symmetric_shift:64")
     sizes = {name: getattr(cell.problem, name) for name in ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim")}
     facts = {"problem": sizes, "us": {"call": 150.0, "main": 100.0}}
     save_trace(replace(synthetic(program, 132, Machine()), facts=facts), tmp_path / "events.npz")
@@ -143,7 +143,7 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
     machine = Machine.h200(dim, cell.config.last_finishes)
 
     def makespan(policy: str) -> float:
-        return simulate(build(schedule(cell.tiling(), policy)), WORKERS, machine, record=False).makespan
+        return simulate(compose(cell.tiling(), policy), WORKERS, machine, record=False).makespan
 
     taken = makespan(str(choose(cell.tiling())))
     best = min(USUAL[mask], key=makespan)
