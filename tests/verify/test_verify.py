@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, Sequences, bundles, place
+from dash_attn.program import Program, Sequences
 from dash_attn.tiling import TileShape, tile
-from dash_attn.verify import VerifyError, verify
+from dash_attn.verify import TooFewWorkers, VerifyError, verify
 from tests.strategies import examples, programs
 from tests.verify.oracle import Book, Visit, faults, finishes, proves_deadlock
 
@@ -279,14 +279,12 @@ def test_co_resident_is_exact(program: Program) -> None:
     assert finishes(sequences, max(needed, 1))
     assert needed <= 1 or not finishes(sequences, needed - 1)
     for workers in range(max(needed, 1), needed + 3):
-        placement = verify(program, workers).placement
-        assert placement is not None and len(placement.first) == workers + 1
-        assert finishes(placed(program, placement), workers)
-    for workers in range(1, needed):
-        with pytest.raises(
-            VerifyError, match=f"deadlock with {workers} co-resident workers: this order needs {needed}"
-        ):
-            verify(program, workers)
+        on = verify(program).on(workers)
+        assert on.workers == workers and on.co_resident == needed
+        assert finishes(placed(program, on.placement), workers)
+    for workers in range(needed):
+        with pytest.raises(TooFewWorkers, match=f"needs {needed} co-resident workers, {workers} are there"):
+            verify(program).on(workers)
 
 
 def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:
@@ -305,20 +303,17 @@ def test_any_placement_is_judged_right(program: Program, workers: int, seed: int
     placement = Sequences(first.astype(np.int32), chains)
     lines = placed(program, placement)
     if finishes(lines, workers):
-        assert verify(program, placement=placement).placement is placement
+        assert verify(program).placed(placement).workers == workers
         event("runs")
         return
     event("deadlocks")
     with pytest.raises(VerifyError, match=f"deadlock with {workers} co-resident workers") as error:
-        verify(program, placement=placement)
+        verify(program).placed(placement)
     assert proves_deadlock(error.value.tasks, lines), str(error.value)
 
 
 def test_wrong_placements() -> None:
     program = compose(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "fa3")
-    good = place(program, 2)
-    with pytest.raises(VerifyError, match="for 2 workers, only 1 are co-resident"):
-        verify(program, 1, good)
     numbers = lambda *x: np.array(x, np.int32)  # noqa: E731
     for first, chains in [
         ((0, 2, 4), (0, 1, 2, 2)),
@@ -331,7 +326,7 @@ def test_wrong_placements() -> None:
         ((), (0, 1, 2, 3)),
     ]:
         with pytest.raises(VerifyError, match="placement"):
-            verify(program, placement=Sequences(numbers(*first), numbers(*chains)))
+            verify(program).placed(Sequences(numbers(*first), numbers(*chains)))
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
@@ -399,4 +394,4 @@ def test_co_residency_of_the_policies() -> None:
     needs = {name: verify(compose(triangle, name)).co_resident for name in ("spt", "descending", "diagonal")}
     assert needs == {"spt": 1, "descending": 1, "diagonal": 12}
     assert verify(compose(triangle, "symmetric_shift")).co_resident == 6
-    assert [len(x) for x in pairwise(bundles(compose(triangle, "symmetric_shift")).first)] == [2] * 24
+    assert np.diff(compose(triangle, "symmetric_shift").bundles.first).tolist() == [2] * 24
