@@ -46,7 +46,8 @@ def test_random_programs(seed):
     problem = Problem(1, heads_kv * group, heads_kv, length, length, mask=mask)
     tiling = tile(problem, TileShape(64, 128))
     program = compose(tiling, rng.choice(applicable(tiling)))
-    placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
+    verified = verify(program)
+    placed = verified.on(max(verified.co_resident, rng.randrange(1, 9))).placement
     cfg = dataclasses.replace(select(128, "bf16", "full"), split=rng.random() < 0.5)
     if rng.random() < 0.5:
         cfg = dataclasses.replace(cfg, p_early=0, delta_ahead=0)
