@@ -1,4 +1,4 @@
-"""Program: a schedule frozen as int32 tables, which everything that runs, checks, models or draws reads."""
+"""Program: an order and its launch queue frozen as int32 tables, which all who run, check, model or draw it read."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import hashlib
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.order.types import PlaceRule
-
 FORMAT = 1
+TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")  # of a Program
 
 
 class Tile(IntEnum):
@@ -51,8 +50,10 @@ class Run(IntEnum):
 TILE, CHAIN, RUN = (tuple(column.name.lower() for column in table) for table in (Tile, Chain, Run))
 CHAIN_NAME = slice(Chain.BATCH, Chain.KV_TILE + 1)  # batch, kv head, kv tile: the chain without its runs
 
-Table = npt.NDArray[np.int32]
+Int32 = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+# How bundles go to workers: in rotation, each to the worker with the least work so far, or whichever is faster.
+PlaceRule = Literal["dealt", "balanced", "faster"]
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,46 @@ class Geometry:
 
     @property
     def num_targets(self) -> int:
-        """dQ tiles, and so turnstiles, of all planes."""
+        """dQ tiles of all planes. Each has a turnstile."""
         return self.num_groups * self.group * self.num_q
+
+    @property
+    def sizes(self) -> Sizes:
+        """The counts that compiled loops ask for."""
+        return Sizes(self.batch, self.heads_kv, self.group, self.num_q, self.num_kv)
+
+
+class Sizes(NamedTuple):
+    """Counts of a Geometry, in a form that compiled loops take."""
+
+    batch: int
+    heads_kv: int
+    group: int
+    num_q: int
+    num_kv: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Lists of chains: sequence s runs chains[first[s]:first[s+1]]. Bundles and placements both are sequences."""
+
+    first: Int32
+    chains: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Queue:
+    """Every chain once, in the order in which workers take chains up. `bundle_first` cuts the queue into bundles, each
+    of which one worker runs back to back. `place` is the rule by which bundles go to workers."""
+
+    chains: Longs
+    bundle_first: Longs
+    place: PlaceRule
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task by name: its chain, and its place in the order."""
+    """One task by name: the plane and tile that it visits, and its turn."""
 
     batch: int
     q_head: int
@@ -103,7 +137,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class TaskArrays:
-    """Every task of a program, expanded, chain by chain in table order. `target` numbers the dQ tile."""
+    """Every task of a program, chain by chain as in the tables. `target` numbers the dQ tile."""
 
     chain: Longs
     head: Longs
@@ -115,30 +149,29 @@ class TaskArrays:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Order and launch sequence of one problem.
+    """Order and launch queue of one problem.
 
-    tiles   what must be done: runs of equal state per kv tile (columns TILE), empty tiles left out
-    chains  one row a chain (columns CHAIN); chains of different heads share their runs
-    runs    arithmetic runs (columns RUN): visit t has q tile first_q + t*step and turn turn + t*turn_step;
-            `head` counts query heads inside the chain's group
-    launch  every chain once, in the order in which workers take them up; bundle_first cuts it into bundles,
-            which one worker runs back to back
+    tiles         what must be done: runs of equal state per kv tile (columns TILE), empty tiles left out
+    chains        one row a chain (columns CHAIN); chains of different heads share their runs
+    runs          arithmetic runs (columns RUN); `head` counts query heads inside the chain's group
+    launch        every chain once, in the order in which workers take chains up
+    bundle_first  cuts `launch` into bundles; one worker runs a bundle back to back
     """
 
     geometry: Geometry
     policy: str
     mask: str
     place: PlaceRule
-    tiles: Table
-    chains: Table
-    runs: Table
-    launch: Table
-    bundle_first: Table
+    tiles: Int32
+    chains: Int32
+    runs: Int32
+    launch: Int32
+    bundle_first: Int32
 
     def __post_init__(self) -> None:
         if self.place not in get_args(PlaceRule):
             raise ValueError(f"unknown place rule {self.place!r}: choose from {', '.join(get_args(PlaceRule))}")
-        for name in ("tiles", "chains", "runs", "launch", "bundle_first"):
+        for name in TABLES:
             array = getattr(self, name)
             if array.dtype != np.int32:
                 raise ValueError(f"program table {name} must be int32, got {array.dtype}")
@@ -149,8 +182,13 @@ class Program:
         return len(self.bundle_first) - 1
 
     @property
+    def bundles(self) -> Sequences:
+        """One sequence a bundle, in launch order."""
+        return Sequences(self.bundle_first, self.launch)
+
+    @property
     def nbytes(self) -> int:
-        return sum(getattr(self, n).nbytes for n in ("tiles", "chains", "runs", "launch", "bundle_first"))
+        return sum(getattr(self, name).nbytes for name in TABLES)
 
     @cached_property
     def task_first(self) -> Longs:
@@ -174,8 +212,8 @@ class Program:
         return inside
 
     @cached_property
-    def contributors(self) -> Table:
-        """Contributions that a dQ tile of each q tile index receives; the same in every plane."""
+    def contributors(self) -> Int32:
+        """How many contributions the dQ tile of each q tile receives. It is the same in every plane."""
         delta = np.zeros(self.geometry.num_q + 1, np.int64)
         np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
         np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
@@ -210,9 +248,9 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the order, however it is run-length coded; launch and placement are not in it."""
+        """Hash of the order. Neither the cut into runs nor the launch queue changes it."""
         digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
-        orders = dict[tuple[int, int], bytes]()  # chains that share their runs are read once
+        orders = dict[tuple[int, int], bytes]()  # chains that share runs are hashed once
         for *name, first, count in self.chains[np.lexsort(self.chains[:, Chain.KV_TILE :: -1].T)].tolist():
             if (first, count) not in orders:
                 visits = np.stack(unroll(self.runs[first : first + count])[:4])
@@ -221,7 +259,7 @@ class Program:
         return digest.hexdigest()[:16]
 
 
-def unroll(runs: Table) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+def unroll(runs: Int32) -> tuple[Longs, Longs, Longs, Longs, Longs]:
     """Runs to visits: head, q tile, turn and partial of each, and the length of each run."""
     rows = runs.astype(np.int64)
     length = rows[:, Run.COUNT]

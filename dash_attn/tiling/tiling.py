@@ -21,6 +21,14 @@ class TileState(IntEnum):
     FULL = 2
 
 
+class Span(IntEnum):
+    """Columns of `Tiling.spans`: the first q tile of a chain, the tile after its last one, and how many it visits."""
+
+    FIRST = 0
+    END = 1
+    COUNT = 2
+
+
 @dataclass(frozen=True)
 class TileShape:
     """`m` queries x `n` keys."""
@@ -59,7 +67,7 @@ class Tiling:
     @cached_property
     def num_tiles(self) -> int:
         """Non-empty tiles of one plane."""
-        return int(self.spans[:, 2].sum())
+        return int(self.spans[:, Span.COUNT].sum())
 
     @cached_property
     def is_rectangle(self) -> bool:
@@ -68,20 +76,20 @@ class Tiling:
 
     @cached_property
     def spans(self) -> npt.NDArray[np.int64]:
-        """(first, last + 1, count) q tile of each chain; (0, 0, 0) for a chain without tasks."""
-        found: npt.NDArray[np.int64] = _spans(self.state)
-        return found
+        """First, end and number of the q tiles of each chain (columns Span); zeros for a chain without tasks."""
+        spans: npt.NDArray[np.int64] = _spans(self.state)
+        return spans
 
     @cached_property
     def is_staircase(self) -> bool:
         """Each chain is one contiguous run of q tiles and neither end of it ever moves back: causal, windows."""
-        first, last, count = self.spans[self.spans[:, 2] > 0].T
+        first, last, count = self.spans[self.spans[:, Span.COUNT] > 0].T
         return bool((last - first == count).all() and (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all())
 
     @cached_property
     def is_triangle(self) -> bool:
         """A staircase whose every chain goes on to the last q tile: causal, and (trivially) no mask at all."""
-        return self.is_staircase and bool((self.spans[:, 1] == self.num_q).all())
+        return self.is_staircase and bool((self.spans[:, Span.END] == self.num_q).all())
 
 
 def tile(problem: Problem, shape: TileShape) -> Tiling:
@@ -154,7 +162,7 @@ def _spans(state):  # type: ignore[no-untyped-def]
             count += row[q] != 0
             first = min(first, q if row[q] != 0 else len(row))
             last = max(last, q + 1 if row[q] != 0 else 0)
-        spans[kv, 0], spans[kv, 1], spans[kv, 2] = first if count else 0, last, count
+        spans[kv, Span.FIRST], spans[kv, Span.END], spans[kv, Span.COUNT] = first if count else 0, last, count
     return spans
 
 

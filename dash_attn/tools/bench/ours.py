@@ -16,10 +16,11 @@ from torch import Tensor
 from dash_attn import __version__
 from dash_attn.backends import Operands, cpu
 from dash_attn.backends.sm90 import backend as hopper
-from dash_attn.order import POLICIES, applicable, choose, parse, schedule
+from dash_attn.launch import compose
+from dash_attn.order import POLICIES, applicable, choose, parse
 from dash_attn.plan import placement, plan
 from dash_attn.problem import Problem
-from dash_attn.program import Program, Sequences, build, load, save
+from dash_attn.program import Program, Sequences, load, save
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.tools.bench.variants import Backward, Call, Variant
 from dash_attn.verify import verify
@@ -132,7 +133,5 @@ def _named(order: str, config: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=16)
 def _planned(problem: Problem, shape: TileShape, order: str, workers: int) -> tuple[Program, Sequences]:
-    program = build(schedule(tile(problem, shape), order))
-    made = verify(program, workers).placement
-    assert made is not None
-    return program, made
+    program = compose(tile(problem, shape), order)
+    return program, verify(program).on(workers).placement

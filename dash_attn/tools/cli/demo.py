@@ -14,7 +14,7 @@ from dash_attn.backends import Gradients, Operands, cpu
 from dash_attn.order import applicable
 from dash_attn.plan import Plan, placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
-from dash_attn.simulate import Paper, simulate
+from dash_attn.simulate import Paper
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import viz
 from dash_attn.tools.cli.doctor import usable_device
@@ -204,7 +204,7 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     problem = Problem(1, heads, heads, 2 * workers, 2 * workers, mask=mask)
     shape, model = TileShape(2, 2), Paper(1.0, 0.35)
     programs = [plan(problem, shape, name).program for name in applicable(tile(problem, shape))]
-    rows = policy_rows(programs, workers, model)
+    rows, results = policy_rows(programs, workers, model, record=True)
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
     header = ["policy", "makespan", "bubble", "stall", "above the bound", "speed-up over fa3", "workers needed"]
     body = [
@@ -224,6 +224,6 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
         f"The paper's model of time: {title}. A stall is a contribution that waits for its turn, a bubble a worker "
         "with nothing to do.",
         [header, *body],
-        [simulate(program, workers, model) for program in programs],
+        results,
     )
     return section, policy_table(rows, title)

@@ -17,10 +17,10 @@ from dash_attn.backends.sm90 import barriers
 from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, NamedBarrier, Role
 from dash_attn.backends.sm90.config import select
 from dash_attn.backends.sm90.cta import WARP
-from dash_attn.order import applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from dash_attn.program import Chain as Column
-from dash_attn.program import build
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
 from tests.backends.sm90 import protocol
@@ -52,8 +52,9 @@ def test_random_programs(seed):
     mask = rng.choice([FULL, CAUSAL, window(rng.randrange(300), rng.randrange(300)), documents([0, *cuts, length])])
     problem = Problem(1, heads_kv * group, heads_kv, length, length, mask=mask)
     tiling = tile(problem, TileShape(64, 128))
-    program = build(schedule(tiling, rng.choice(applicable(tiling))))
-    placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
+    program = compose(tiling, rng.choice(applicable(tiling)))
+    verified = verify(program)
+    placed = verified.on(max(verified.co_resident, rng.randrange(1, 9))).placement
     early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
     how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8)
     cfg = dataclasses.replace(PLAIN, finish=rng.choice(["last", "postpass"]), **how, **early)

@@ -1,4 +1,4 @@
-"""simulate(program, workers, model): when every task runs, and how far the whole is from the lower bound."""
+"""simulate(program, workers, model): when every task runs, and how far the makespan is from the lower bound."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from dash_attn.program import Program, Replay, Sequences, place, replay
-from dash_attn.program.replay import FINISHED
+from dash_attn.program import Program, Replay, Sequences, play
+from dash_attn.program.program import CHAIN_NAME
+from dash_attn.program.replay import FINISHED, Floats, Total
 from dash_attn.simulate.models import Model, Paper
 from dash_attn.timeline import TaskNames, Timeline, events
 from dash_attn.verify import verify
@@ -35,24 +36,24 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        return float(self.outcome.totals[:, 0].max(initial=0.0))
+        return self.outcome.makespan
 
     @property
     def busy(self) -> float:
-        return float(self.outcome.totals[:, 1].sum())
+        return float(self.outcome.totals[:, Total.BUSY].sum())
 
     @property
     def stall(self) -> float:
-        return float(self.outcome.totals[:, 2].sum())
+        return float(self.outcome.totals[:, Total.STALL].sum())
 
     @property
     def blocked(self) -> float:
-        return float(self.outcome.totals[:, 3].sum())
+        return float(self.outcome.totals[:, Total.BLOCKED].sum())
 
     @property
     def bubble(self) -> float:
         waiting = self.stall if self.model.costs().depth == 0 else self.blocked
-        # Sums of many floats: what should be zero comes out as rounding noise, of either sign.
+        # A difference of sums of many floats: zero comes out as rounding noise of either sign.
         idle = self.workers * self.makespan - self.busy - waiting
         return 0.0 if abs(idle) < 1e-9 * self.workers * self.makespan else idle
 
@@ -80,18 +81,21 @@ def simulate(
     placement: Sequences | None = None,
     record: bool = True,
 ) -> Simulation:
-    """Run a program on `workers` workers under a model. Deadlock is a VerifyError, never a wrong number."""
+    """Run a program on `workers` workers under a model. A deadlock is a VerifyError, never a wrong number.
+
+    Whoever has verified and placed the program gives the placement; else both happen here.
+    """
     model = Paper() if model is None else model
-    placed = place(program, workers) if placement is None else placement
-    outcome = replay(program, placed, model.costs(), record=record)
+    placed = verify(program).on(workers).placement if placement is None else placement
+    outcome = play(program, placed, model.costs(), record=record)
     if outcome.status != FINISHED:
-        verify(program, workers, placement)
+        verify(program).placed(placed)
         raise AssertionError("a program that cannot finish passed verification")
     return Simulation(program, placed, model, outcome)
 
 
 def lower_bounds(program: Program, workers: int, model: Model) -> dict[str, float]:
-    """No order is faster than the work spread evenly, the longest chain, or the longest reduction."""
+    """Times below which no order and no placement can be: chains stay whole, a dQ tile takes one add at a time."""
     costs = model.costs()
     paces = costs.paces(program.num_tasks)
     until = np.concatenate([[0.0], np.cumsum(paces)])[program.task_first]
@@ -105,14 +109,23 @@ def lower_bounds(program: Program, workers: int, model: Model) -> dict[str, floa
     return {
         "work / workers": float(chains.sum()) / workers,
         "longest chain": float(chains.max(initial=0.0)),
+        "whole chains": _whole_chains(chains, workers),
         "longest reduction": reduction,
     }
+
+
+def _whole_chains(chains: Floats, workers: int) -> float:
+    """Of the k * workers + 1 longest chains, some worker runs k + 1: at least as long as the shortest k + 1 of them."""
+    longest = np.sort(chains)[::-1]
+    until = np.concatenate([[0.0], np.cumsum(longest)])
+    last = np.arange(0, len(chains), workers)
+    return float((until[last + 1] - until[last - last // workers]).max(initial=0.0))
 
 
 def task_names(program: Program) -> TaskNames:
     """Names of all tasks, in task order."""
     tasks = program.expand()
-    batch, kv_head, kv_tile = (program.chains[tasks.chain, column].astype(np.int64) for column in range(3))
+    batch, kv_head, kv_tile = program.chains[tasks.chain, CHAIN_NAME].astype(np.int64).T
     return TaskNames(batch, kv_head * program.geometry.group + tasks.head, tasks.q, kv_tile, tasks.turn)
 
 

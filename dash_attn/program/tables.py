@@ -1,44 +1,44 @@
-"""build(schedule) -> Program: run-length coding of the templates."""
+"""build(order, queue) -> Program: run-length coding of the templates."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.order.types import Schedule, Template
-from dash_attn.program.program import CHAIN, RUN, TILE, Chain, Geometry, Longs, Program, Run, Table, Tile
-from dash_attn.tiling import TileState, Tiling
+from dash_attn.order import Order, Template
+from dash_attn.program.program import CHAIN, RUN, TILE, Chain, Geometry, Int32, Longs, Program, Queue, Run, Tile
+from dash_attn.tiling import Span, TileState, Tiling
 
 
-def build(schedule: Schedule) -> Program:
-    """Freeze a schedule into tables."""
-    tiling = schedule.tiling
+def build(order: Order, queue: Queue) -> Program:
+    """Freeze an order and its launch queue into tables."""
+    tiling = order.tiling
     problem, shape = tiling.problem, tiling.shape
-    coded = [encode(template, tiling) for template in schedule.templates]
+    coded = [encode(template, tiling) for template in order.templates]
     run_begin = np.concatenate([[0], np.cumsum([len(runs) for runs, _ in coded])])
 
     groups = np.arange(problem.groups)
-    runs_of = np.stack([first for _, first in coded])[schedule.template_of]  # group x (num_kv + 1)
+    runs_of = np.stack([first for _, first in coded])[order.template_of]  # group x (num_kv + 1)
     chains = np.empty((len(groups), tiling.num_kv, len(CHAIN)), np.int32)
     chains[..., Chain.BATCH] = (groups // problem.heads_kv)[:, None]
     chains[..., Chain.KV_HEAD] = (groups % problem.heads_kv)[:, None]
     chains[..., Chain.KV_TILE] = np.arange(tiling.num_kv)
-    chains[..., Chain.FIRST_RUN] = run_begin[schedule.template_of][:, None] + runs_of[:, :-1]
+    chains[..., Chain.FIRST_RUN] = run_begin[order.template_of][:, None] + runs_of[:, :-1]
     chains[..., Chain.NUM_RUNS] = np.diff(runs_of)
     return Program(
         Geometry(problem.batch, problem.heads_kv, problem.group, problem.len_q, problem.len_k, shape.m, shape.n),
-        str(schedule.choice),
+        str(order.choice),
         str(problem.mask),
-        schedule.place,
+        queue.place,
         tile_table(tiling),
         chains.reshape(-1, len(CHAIN)),
         np.concatenate([runs for runs, _ in coded]),
-        schedule.launch.astype(np.int32),
-        schedule.bundle_first.astype(np.int32),
+        queue.chains.astype(np.int32),
+        queue.bundle_first.astype(np.int32),
     )
 
 
-def encode(template: Template, tiling: Tiling) -> tuple[Table, Longs]:
+def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
     """Runs of a template (columns RUN), and the first run of each chain (one more at the end)."""
     runs, first = _cut(template.first, template.head, template.q, template.turn, tiling.state)
     return runs.copy(), first
@@ -46,7 +46,7 @@ def encode(template: Template, tiling: Tiling) -> tuple[Table, Longs]:
 
 @compiled
 def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
-    """Greedy, longest runs; the steps of one with a single task are 1 and 0."""
+    """Each run is as long as it can be. A run of one task has step 1 and turn step 0."""
     runs, run_first = np.empty((len(q), len(RUN)), np.int32), np.empty(len(first), np.int64)
     r = 0
     for chain in range(len(first) - 1):
@@ -70,21 +70,21 @@ def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
     return runs[:r], run_first
 
 
-def tile_table(tiling: Tiling) -> Table:
+def tile_table(tiling: Tiling) -> Int32:
     """Runs of equal, non-empty state along each kv tile (columns TILE)."""
-    table: Table = _cut_tiles(tiling.state, tiling.spans).copy()
+    table: Int32 = _cut_tiles(tiling.state, tiling.spans).copy()
     return table
 
 
 @compiled
 def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
-    table = np.empty((spans[:, 2].sum(), len(TILE)), np.int32)
+    table = np.empty((spans[:, Span.COUNT].sum(), len(TILE)), np.int32)
     row = 0
     for kv in range(len(spans)):
-        q = spans[kv, 0]
-        while q < spans[kv, 1]:
+        q = spans[kv, Span.FIRST]
+        while q < spans[kv, Span.END]:
             kind, end = state[kv, q], q + 1
-            while end < spans[kv, 1] and state[kv, end] == kind:
+            while end < spans[kv, Span.END] and state[kv, end] == kind:
                 end += 1
             if kind != TileState.EMPTY:
                 table[row, Tile.KV_TILE], table[row, Tile.FIRST_Q], table[row, Tile.COUNT] = kv, q, end - q

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import rustworkx as rx
 
-from dash_attn.program import Program, Sequences, bundles
-from dash_attn.simulate.models import Paper
-from dash_attn.simulate.simulate import task_names
+from dash_attn.program import Program, Sequences
+from dash_attn.simulate import Paper, task_names
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Phase:
 
 @dataclass(frozen=True, eq=False)
 class Dag:
-    """`graph` holds Phase nodes; an edge carries why it is there: 'chain', 'task' or 'turn'."""
+    """`graph` holds Phase nodes. An edge carries its reason: 'chain', 'task' or 'turn'."""
 
     graph: rx.PyDiGraph
 
@@ -42,9 +41,9 @@ class Dag:
 
 
 def dag(program: Program, placement: Sequences | None = None, model: Paper | None = None) -> Dag:
-    """Build the graph; without a placement every bundle has a worker of its own."""
+    """The graph of a placed program. Without a placement every bundle has a worker of its own."""
     model = Paper() if model is None else model
-    sequences = bundles(program) if placement is None else placement
+    sequences = program.bundles if placement is None else placement
     tasks, names = program.expand(), task_names(program)
     graph = rx.PyDiGraph(check_cycle=False)
     source = graph.add_node(Phase("start", -1, 0.0, ""))
@@ -65,7 +64,7 @@ def dag(program: Program, placement: Sequences | None = None, model: Paper | Non
 
 
 def worker_steps(program: Program, sequences: Sequences) -> list[tuple[int, int]]:
-    """(task before, task) along each worker; -1 before its first."""
+    """(task before, task) along each worker; -1 stands before a worker's first task."""
     pairs = []
     for first, last in zip(sequences.first[:-1].tolist(), sequences.first[1:].tolist(), strict=True):
         before = -1
@@ -77,11 +76,11 @@ def worker_steps(program: Program, sequences: Sequences) -> list[tuple[int, int]
 
 
 def depth_monotone(program: Program, placement: Sequences | None = None) -> bool:
-    """Does every hand-over go to a later step (Lemma 1), so that the order keeps the critical path?
+    """Does every hand-over go to a later step? By Lemma 1 the order then keeps the critical path.
 
-    Steps count along workers; without a placement every bundle has a worker of its own, all starting together.
+    Steps count along workers. Without a placement every bundle has a worker of its own, and all start together.
     """
-    sequences = bundles(program) if placement is None else placement
+    sequences = program.bundles if placement is None else placement
     length = np.diff(program.task_first)[sequences.chains]
     run_up = np.concatenate([[0], np.cumsum(length)])
     begin = np.repeat(run_up[sequences.first[:-1]], np.diff(sequences.first))

@@ -2,140 +2,174 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.program import Chain, Program, Run, Sequences, Task, TaskArrays, bundles, place, replay
+from dash_attn.launch import place
+from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, TaskArrays, play
 from dash_attn.program.program import CHAIN_NAME
-from dash_attn.program.replay import PASSED, STUCK, Replay
-
-# What can be wrong with tables, told as it stands here; two more need a chain's name.
-RULES = (
-    "a chain's batch is out of range",
-    "a chain's kv head is out of range",
-    "a chain's kv tile is out of range",
-    "a run has no tasks",
-    "a run's head is out of range",
-    "a run leaves the q tiles",
-    "the launch sequence must hold every chain once",
-    "bundles must cut the launch sequence into non-empty parts",
-)
-NOT_ONCE, NO_SUCH_RUN = 8, 9
+from dash_attn.program.replay import PASSED, STUCK
+from dash_attn.tiling import TileState
 
 
 class VerifyError(ValueError):
-    """A program that must not run; `tasks` are those the message names."""
+    """A program that must not run. `tasks` are the tasks that the message names."""
 
     def __init__(self, message: str, tasks: tuple[Task, ...] = ()) -> None:
         super().__init__(message)
         self.tasks = tasks
 
 
-@dataclass(frozen=True)
+class TooFewWorkers(VerifyError):
+    """The program is right, but its chains wait for each other and need `needed` workers at once."""
+
+    def __init__(self, policy: str, needed: int, workers: int) -> None:
+        super().__init__(
+            f"this order needs {needed} co-resident workers, {workers} are there "
+            f"(policy {policy}; a smaller window width needs fewer)"
+        )
+        self.needed, self.workers = needed, workers
+
+
+@dataclass(frozen=True, eq=False)
 class Verified:
-    """What verification found out: how many workers the order needs at once, and the placement checked, if any."""
+    """A program that may run. `co_resident` is how many workers it needs at once."""
 
     program: Program
     co_resident: int
-    placement: Sequences | None = None
 
-    def on(self, workers: int) -> Verified:
-        """The same, placed on so many co-resident workers. The program is not checked again, it cannot have changed."""
-        if workers < self.co_resident:
-            raise VerifyError(
-                f"deadlock with {workers} co-resident workers: this order needs {self.co_resident} "
-                f"(policy {self.program.policy}; a smaller window width needs fewer)"
-            )
-        return replace(self, placement=place(self.program, workers, self.co_resident))  # which proves what it gives
+    def on(self, workers: int) -> Placed:
+        """Place it on `workers` co-resident workers. Whether they are enough is decided here and nowhere else."""
+        if workers < max(1, self.co_resident):
+            raise TooFewWorkers(self.program.policy, max(1, self.co_resident), workers)
+        return Placed(self.program, self.co_resident, place(self.program, workers, self.co_resident))
+
+    def placed(self, placement: Sequences) -> Placed:
+        """Check a placement made elsewhere."""
+        _check_placement(self.program, placement)
+        return Placed(self.program, self.co_resident, placement)
 
 
-def verify(program: Program, workers: int | None = None, placement: Sequences | None = None) -> Verified:
-    """Check a program, and with `workers` (or a placement) that this many co-resident workers finish it."""
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A verified program with a placement that finishes."""
+
+    program: Program
+    co_resident: int
+    placement: Sequences
+
+    @property
+    def workers(self) -> int:
+        return len(self.placement.first) - 1
+
+
+def verify(program: Program) -> Verified:
+    """Check a program. VerifyError says what is wrong, and names tasks where it can."""
     _check_tables(program)
     _check_cover(program)
-    found = Verified(program, min(1, program.num_bundles) if _needs_one(program) else _needs(program), placement)
-    if placement is not None:
-        _check_placement(program, placement, workers)
-    elif workers is not None:
-        return found.on(workers)
-    return found
+    return Verified(program, min(1, program.num_bundles) if _needs_one(program) else _needs(program))
+
+
+# ---- the tables are well formed ----------------------------------------------------------------------------
+
+
+class Fault(IntEnum):
+    """What the first look at the tables finds."""
+
+    NONE = 0
+    BATCH = 1
+    KV_HEAD = 2
+    KV_TILE = 3
+    NOT_ONCE = 4
+    NO_SUCH_RUN = 5
+    RUN_EMPTY = 6
+    RUN_HEAD = 7
+    RUN_TILES = 8
+    LAUNCH = 9
+    BUNDLES = 10
+
+
+SAID = {
+    Fault.BATCH: "a chain's batch is out of range",
+    Fault.KV_HEAD: "a chain's kv head is out of range",
+    Fault.KV_TILE: "a chain's kv tile is out of range",
+    Fault.RUN_EMPTY: "a run has no tasks",
+    Fault.RUN_HEAD: "a run's head is out of range",
+    Fault.RUN_TILES: "a run leaves the q tiles",
+    Fault.LAUNCH: "the launch sequence must hold every chain once",
+    Fault.BUNDLES: "bundles must cut the launch sequence into non-empty parts",
+}
 
 
 def _check_tables(program: Program) -> None:
     g = program.geometry
-    seen = np.zeros(g.num_groups * g.num_kv, np.int64)
-    rule, chain = _broken_rule(
-        (program.chains, program.runs, program.launch, program.bundle_first),
-        (g.batch, g.heads_kv, g.num_kv, g.group, g.num_q),
-        seen,
-    )
-    if rule == NOT_ONCE:
+    times = np.zeros(g.num_groups * g.num_kv, np.int64)
+    fault, chain = _first_fault(program.chains, program.runs, program.launch, program.bundle_first, g.sizes, times)
+    if fault is Fault.NOT_ONCE:
         batch, rest = divmod(int(chain), g.heads_kv * g.num_kv)
         head, tile = divmod(rest, g.num_kv)
         name = f"(batch {batch}, kv head {head}, kv tile {tile})"
-        raise VerifyError(f"broken chain: {name} stands {seen[chain]} times, not once")
-    if rule == NO_SUCH_RUN:
-        raise VerifyError(f"broken chain: {_chain(program, int(chain))} names runs that do not exist")
-    if rule >= 0:
-        raise VerifyError(RULES[rule])
+        raise VerifyError(f"broken chain: {name} stands {times[chain]} times, not once")
+    if fault is Fault.NO_SUCH_RUN:
+        batch, kv_head, kv_tile = program.chains[chain, CHAIN_NAME].tolist()
+        name = f"(batch {batch}, kv head {kv_head}, kv tile {kv_tile})"
+        raise VerifyError(f"broken chain: {name} names runs that do not exist")
+    if fault is not Fault.NONE:
+        raise VerifyError(SAID[fault])
 
 
 @compiled
-def _broken_rule(tables, sizes, seen):  # type: ignore[no-untyped-def]
-    """What is wrong, and with which chain; (-1, 0) if nothing is. `seen` becomes the number of times a chain stands.
+def _first_fault(chains, runs, launch, bundle_first, sizes, times):  # type: ignore[no-untyped-def]
+    """A Fault, and the chain it is about. `times` becomes how often each chain stands in the table.
 
-    Numbers are anything that fits 32 bits: int() keeps sums of them from overflowing.
+    A table may hold any 32-bit number: int() keeps sums of them from overflowing.
     """
-    chains, runs, launch, bundle_first = tables
-    batch, heads_kv, num_kv, group, num_q = sizes
+    batch, heads_kv, group, num_q, num_kv = sizes
     for c in range(len(chains)):
-        if not 0 <= chains[c, Chain.BATCH] < batch:
-            return 0, c
-        if not 0 <= chains[c, Chain.KV_HEAD] < heads_kv:
-            return 1, c
-        if not 0 <= chains[c, Chain.KV_TILE] < num_kv:
-            return 2, c
-        seen[
-            (int(chains[c, Chain.BATCH]) * heads_kv + chains[c, Chain.KV_HEAD]) * num_kv + chains[c, Chain.KV_TILE]
-        ] += 1
-    for c in range(len(seen)):
-        if seen[c] != 1:
-            return NOT_ONCE, c
+        in_batch, kv_head, kv_tile = chains[c, Chain.BATCH], chains[c, Chain.KV_HEAD], chains[c, Chain.KV_TILE]
+        if not 0 <= in_batch < batch:
+            return Fault.BATCH, c
+        if not 0 <= kv_head < heads_kv:
+            return Fault.KV_HEAD, c
+        if not 0 <= kv_tile < num_kv:
+            return Fault.KV_TILE, c
+        times[(int(in_batch) * heads_kv + kv_head) * num_kv + kv_tile] += 1
+    for c in range(len(times)):
+        if times[c] != 1:
+            return Fault.NOT_ONCE, c
     for c in range(len(chains)):
-        if (
-            chains[c, Chain.FIRST_RUN] < 0
-            or chains[c, Chain.NUM_RUNS] < 0
-            or int(chains[c, Chain.FIRST_RUN]) + int(chains[c, Chain.NUM_RUNS]) > len(runs)
-        ):
-            return NO_SUCH_RUN, c
+        first, count = int(chains[c, Chain.FIRST_RUN]), int(chains[c, Chain.NUM_RUNS])
+        if first < 0 or count < 0 or first + count > len(runs):
+            return Fault.NO_SUCH_RUN, c
     for j in range(len(runs)):
-        head, first, step, count = (
-            int(runs[j, Run.HEAD]),
-            int(runs[j, Run.FIRST_Q]),
-            int(runs[j, Run.STEP]),
-            int(runs[j, Run.COUNT]),
-        )
+        first, step, count = int(runs[j, Run.FIRST_Q]), int(runs[j, Run.STEP]), int(runs[j, Run.COUNT])
         if count <= 0:
-            return 3, 0
-        if not 0 <= head < group:
-            return 4, 0
+            return Fault.RUN_EMPTY, 0
+        if not 0 <= runs[j, Run.HEAD] < group:
+            return Fault.RUN_HEAD, 0
         if not (0 <= first < num_q and 0 <= first + step * (count - 1) < num_q):
-            return 5, 0
-    launched = np.zeros(len(seen), np.bool_)
+            return Fault.RUN_TILES, 0
+    launched = np.zeros(len(times), np.bool_)
     for c in launch:
-        if not 0 <= c < len(seen) or launched[c]:
-            return 6, 0
+        if not 0 <= c < len(times) or launched[c]:
+            return Fault.LAUNCH, 0
         launched[c] = True
-    if len(launch) != len(seen):
-        return 6, 0
+    if len(launch) != len(times):
+        return Fault.LAUNCH, 0
     if len(bundle_first) == 0 or bundle_first[0] != 0 or bundle_first[-1] != len(launch):
-        return 7, 0
+        return Fault.BUNDLES, 0
     for b in range(len(bundle_first) - 1):
         if bundle_first[b] >= bundle_first[b + 1]:
-            return 7, 0
-    return -1, 0
+            return Fault.BUNDLES, 0
+    return Fault.NONE, 0
+
+
+# ---- every tile is visited once ----------------------------------------------------------------------------
+
+COVERED, TWICE, EMPTY, FLAG, MISSED = range(5)
 
 
 def _check_cover(program: Program) -> None:
@@ -143,49 +177,44 @@ def _check_cover(program: Program) -> None:
     g = program.geometry
     state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
     _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
-    kind, chain, run, offset = (int(x) for x in _cover(program.chains, program.runs, state, needed, g.group))
-    if kind == 0:
+    fault, chain, run, offset = (int(x) for x in _cover(program.chains, program.runs, state, needed, g.group))
+    if fault == COVERED:
         return
-    if kind == 4:
+    if fault == MISSED:
         head, q = run, offset
-        kv_tile = int(program.chains[chain, Chain.KV_TILE])
-        name = Task(
-            int(program.chains[chain, Chain.BATCH]),
-            int(program.chains[chain, Chain.KV_HEAD]) * g.group + head,
-            q,
-            kv_tile,
-            -1,
-        )
-        text = str(name).replace(", turn -1", "")
-        raise VerifyError(f"tile missed: {text} is not empty and no task visits it", (name,))
+        batch, kv_head, kv_tile = program.chains[chain, CHAIN_NAME].tolist()
+        missed = Task(batch, kv_head * g.group + head, q, kv_tile, -1)
+        text = str(missed).replace(", turn -1", "")
+        raise VerifyError(f"tile missed: {text} is not empty and no task visits it", (missed,))
     task = program.task(chain, run, offset)
     message = {
-        1: f"tile done twice: {task} was visited before in its chain",
-        2: f"empty tile visited: {task} has nothing to do",
-        3: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
-    }[kind]
+        TWICE: f"tile done twice: {task} was visited before in its chain",
+        EMPTY: f"empty tile visited: {task} has nothing to do",
+        FLAG: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
+    }[fault]
     raise VerifyError(message, (task,))
 
 
 @compiled
 def _unroll_tiles(tiles, state, needed):  # type: ignore[no-untyped-def]
-    """Fill in 1 for full and 2 for partial tiles and count them per kv tile; false if rows overlap or lead outside."""
+    """Fill in the TileState of each tile and count the non-empty tiles of each kv tile. False if rows of the table
+    overlap or lead outside."""
     num_kv, num_q = state.shape
     for row in range(len(tiles)):
         kv, first, count, partial = tiles[row]
         if kv < 0 or kv >= num_kv or first < 0 or count < 1 or count > num_q - first or partial not in (0, 1):
             return False
         for q in range(first, first + count):
-            if state[kv, q] != 0:
+            if state[kv, q] != TileState.EMPTY:
                 return False
-            state[kv, q] = 1 + partial
+            state[kv, q] = TileState.PARTIAL if partial else TileState.FULL
         needed[kv] += count
     return True
 
 
 @compiled
 def _cover(chains, runs, state, needed, group):  # type: ignore[no-untyped-def]
-    """0, or what is wrong (1 twice, 2 empty, 3 flag, 4 missed) with chain, run (or head) and offset (or q tile)."""
+    """COVERED, or what is wrong, with chain, run and offset (MISSED: chain, head and q tile)."""
     num_kv, num_q = state.shape
     stamp = np.full(group * num_q, -1, np.int64)
     checked = np.full(num_kv, -1, np.int64)  # the last chain of each kv tile: others with the same runs are as right
@@ -201,43 +230,45 @@ def _cover(chains, runs, state, needed, group):  # type: ignore[no-untyped-def]
                 q = runs[j, Run.FIRST_Q] + runs[j, Run.STEP] * o
                 slot = runs[j, Run.HEAD] * num_q + q
                 if stamp[slot] == c:
-                    return 1, c, j, o
-                if state[kv, q] == 0:
-                    return 2, c, j, o
-                if (state[kv, q] == 2) != (runs[j, Run.PARTIAL] != 0):
-                    return 3, c, j, o
+                    return TWICE, c, j, o
+                if state[kv, q] == TileState.EMPTY:
+                    return EMPTY, c, j, o
+                if (state[kv, q] == TileState.PARTIAL) != (runs[j, Run.PARTIAL] != 0):
+                    return FLAG, c, j, o
                 stamp[slot] = c
                 visited += 1
         if visited != needed[kv] * group:
             for head in range(group):
                 for q in range(num_q):
-                    if state[kv, q] != 0 and stamp[head * num_q + q] != c:
-                        return 4, c, head, q
-    return 0, 0, 0, 0
+                    if state[kv, q] != TileState.EMPTY and stamp[head * num_q + q] != c:
+                        return MISSED, c, head, q
+    return COVERED, 0, 0, 0
+
+
+# ---- turns are a permutation, and nobody waits for ever ----------------------------------------------------
 
 
 def _needs_one(program: Program) -> bool:
-    """Chains one after the other as they are launched: each of their tasks finds its turn come.
+    """If chains run one after the other as they are launched, does every task find that its turn has come?
 
-    Where that holds no chain ever waits for a later one, and turns are what they should be, 0, 1, .. at every dQ tile.
+    Where that holds, no chain ever waits for a later one, and the turns of every dQ tile are 0, 1, 2, ...
     """
-    g = program.geometry
-    sizes = (g.num_groups, g.heads_kv, g.num_kv, g.group * g.num_q, g.num_q)
-    return bool(_in_sequence(program.chains, program.runs, program.launch, sizes))
+    return bool(_in_sequence(program.chains, program.runs, program.launch, program.geometry.sizes))
 
 
 @compiled
 def _in_sequence(chains, runs, launch, sizes):  # type: ignore[no-untyped-def]
-    num_groups, heads_kv, num_kv, num_targets, num_q = sizes
-    chain_of = np.empty((num_groups, num_kv), np.int64)  # each group's chains as they are launched
+    batch, heads_kv, heads, num_q, num_kv = sizes
+    num_groups = batch * heads_kv
+    chain_of = np.empty((num_groups, num_kv), np.int64)  # the chains of each group as they are launched
     filled = np.zeros(num_groups, np.int64)
     for c in launch:
         group = chains[c, Chain.BATCH] * heads_kv + chains[c, Chain.KV_HEAD]
         chain_of[group, filled[group]] = c
         filled[group] += 1
-    counter = np.empty(num_targets, np.int32)
+    counter = np.empty(heads * num_q, np.int32)
     for group in range(num_groups):
-        same = group > 0  # as the first group in every chain: no two groups share a dQ tile, so as right as that was
+        same = group > 0  # no two groups share a dQ tile: a group with the runs of the first group is as right as it
         for i in range(num_kv):
             c, twin = chain_of[group, i], chain_of[0, i]
             same = (
@@ -261,24 +292,27 @@ def _in_sequence(chains, runs, launch, sizes):  # type: ignore[no-untyped-def]
 def _needs(program: Program) -> int:
     """How many co-resident workers the order needs, if turns are right and no cycle is in it."""
     _check_turns(program)
-    needs = replay(program, bundles(program), None, resident=1)
-    if needs.status == STUCK:
-        raise VerifyError(*_cycle(program, bundles(program), needs))
-    if needs.status == PASSED:
-        raise VerifyError(*_passed(program, bundles(program), needs))
-    return needs.resident
+    outcome = play(program, program.bundles, None, resident=1)
+    if outcome.status == STUCK:
+        raise VerifyError(*_cycle(program, program.bundles, outcome))
+    if outcome.status == PASSED:
+        raise VerifyError(*_passed(program, program.bundles, outcome))
+    return outcome.resident
+
+
+IN_ORDER, OUTSIDE, CLAIMED = range(3)
 
 
 def _check_turns(program: Program) -> None:
     """In each plane the turns of a dQ tile are 0 .. contributors - 1, each once."""
     g = program.geometry
     begin = np.concatenate([[0], np.cumsum(np.tile(program.contributors, g.group), dtype=np.int64)])
-    found = _turns(program.chains, program.runs, begin, (g.num_groups, g.heads_kv, g.num_kv, g.num_q))
-    kind, chain, run, offset, other, other_run, other_offset = (int(x) for x in found)
-    if kind == 0:
+    clash = _first_clash(program.chains, program.runs, begin, g.sizes)
+    fault, chain, run, offset, other, other_run, other_offset = (int(x) for x in clash)
+    if fault == IN_ORDER:
         return
     task = program.task(chain, run, offset)
-    if kind == 1:
+    if fault == OUTSIDE:
         count = int(program.contributors[task.q_tile])
         raise VerifyError(f"turns are no permutation: {task} is outside 0..{count - 1}", (task,))
     twin = program.task(other, other_run, other_offset)
@@ -286,15 +320,16 @@ def _check_turns(program: Program) -> None:
 
 
 @compiled
-def _turns(chains, runs, begin, sizes):  # type: ignore[no-untyped-def]
-    """0, or what is wrong (1 outside, 2 claimed before) with chain, run and offset, and those of the other claim."""
-    num_groups, heads_kv, num_kv, num_q = sizes
+def _first_clash(chains, runs, begin, sizes):  # type: ignore[no-untyped-def]
+    """IN_ORDER, or what is wrong, with chain, run and offset of a task, and of the task that claimed its turn first."""
+    batch, heads_kv, _, num_q, num_kv = sizes
+    num_groups = batch * heads_kv
     chain_of = np.empty((num_groups, num_kv), np.int64)
     for c in range(len(chains)):
         chain_of[chains[c, Chain.BATCH] * heads_kv + chains[c, Chain.KV_HEAD], chains[c, Chain.KV_TILE]] = c
     owner = np.empty((begin[-1], 3), np.int32)
     for group in range(num_groups):
-        same = group > 0  # the runs of the first group in every chain: as right as that was
+        same = group > 0  # a group with the runs of the first group is as right as the first group
         for kv in range(num_kv):
             c, twin = chain_of[group, kv], chain_of[0, kv]
             same = (
@@ -311,18 +346,15 @@ def _turns(chains, runs, begin, sizes):  # type: ignore[no-untyped-def]
                     target = runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q] + runs[j, Run.STEP] * o
                     turn = int(runs[j, Run.TURN]) + int(runs[j, Run.TURN_STEP]) * o
                     if turn < 0 or turn >= begin[target + 1] - begin[target]:
-                        return 1, c, j, o, -1, -1, -1
+                        return OUTSIDE, c, j, o, -1, -1, -1
                     at = begin[target] + turn
                     if owner[at, 0] >= 0:
-                        return 2, c, j, o, owner[at, 0], owner[at, 1], owner[at, 2]
+                        return CLAIMED, c, j, o, owner[at, 0], owner[at, 1], owner[at, 2]
                     owner[at, 0], owner[at, 1], owner[at, 2] = c, j, o
-    return 0, -1, -1, -1, -1, -1, -1
+    return IN_ORDER, -1, -1, -1, -1, -1, -1
 
 
-def _check_placement(program: Program, placement: Sequences, workers: int | None) -> None:
-    count = len(placement.first) - 1
-    if workers is not None and workers < count:
-        raise VerifyError(f"the placement is for {count} workers, only {workers} are co-resident")
+def _check_placement(program: Program, placement: Sequences) -> None:
     _require(
         np.array_equal(np.sort(placement.chains), np.arange(len(program.chains))),
         "the placement must hold every chain once",
@@ -332,14 +364,14 @@ def _check_placement(program: Program, placement: Sequences, workers: int | None
         len(first) > 1 and first[0] == 0 and first[-1] == len(program.chains) and bool((np.diff(first) >= 0).all()),
         "the placement must cut its chains into the parts of at least one worker",
     )
-    outcome = replay(program, placement, None)
+    outcome = play(program, placement, None)
     if outcome.status == STUCK:
         message, tasks = _cycle(program, placement, outcome)
-        raise VerifyError(f"deadlock with {count} co-resident workers: {message}", tasks)
+        raise VerifyError(f"deadlock with {len(first) - 1} co-resident workers: {message}", tasks)
 
 
 def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str, tuple[Task, ...]]:
-    """Follow who waits for whom from the first stuck sequence until one comes up again."""
+    """Follow who waits for whom, from the first stuck sequence until a sequence comes up again."""
     tasks = program.expand()
     standing = {}
     for s, (position, run, offset) in enumerate(outcome.standing.tolist()):
@@ -354,7 +386,7 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
     while s not in path:
         path.append(s)
         t = standing[s]
-        # Turns up to this one are open, so whoever has the one before it is unfinished, and stuck as well.
+        # The task with the turn before this one is not done, so its sequence is stuck as well.
         awaited[s] = int(np.flatnonzero((tasks.target == tasks.target[t]) & (tasks.turn == tasks.turn[t] - 1))[0])
         s = int(holder[tasks.chain[awaited[s]]])
     ring = path[path.index(s) :]
@@ -376,11 +408,6 @@ def _passed(program: Program, sequences: Sequences, outcome: Replay) -> tuple[st
     position, run, offset = outcome.standing[0].tolist()
     task = program.task(int(sequences.chains[position]), run, offset)
     return f"turns are no permutation: {task} comes after its turn has passed", (task,)
-
-
-def _chain(program: Program, chain: int) -> str:
-    batch, kv_head, kv_tile = program.chains[chain, CHAIN_NAME].tolist()
-    return f"(batch {batch}, kv head {kv_head}, kv tile {kv_tile})"
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -1,7 +1,7 @@
-"""From an order's rules to its tasks: sort visits inside chains, rank contributions inside dQ tiles.
+"""From a policy's rules to a template: sort visits inside chains, rank contributions inside dQ tiles.
 
-No rule here knows a number of workers. Turns come from step counts in an ideal machine that runs a whole window
-at once, one task a step, so the order, and with it every bit of the result, is the same on every GPU.
+No rule knows a number of workers. Turns come from step counts in an ideal machine that runs a whole window at once,
+one task a step. So the order, and with it every bit of the result, is the same on every GPU.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.order.types import Ints, Template
-from dash_attn.tiling import Tiling
+from dash_attn.tiling import Span, Tiling
 
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """All tasks of one group: chain by chain, there head by head, there by ascending q tile."""
+    """All tasks of one group, sorted by chain, then by query head, then by q tile."""
 
     chain: Ints
     head: Ints
@@ -30,9 +30,12 @@ class Tasks:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """`visit`: tasks of a chain run in ascending order of it. Contributions to a dQ tile are ranked by window of
-    their chain, then (if by_arrival) by the step at which the task runs, then by the chain's `rank`. `start` is
-    the step at which a chain begins inside its window."""
+    """What sorts tasks and contributions.
+
+    Tasks of a chain run by ascending `visit`. Contributions to a dQ tile are ranked by the window of their chain, then
+    (if `by_arrival`) by the step at which the task runs, then by the `rank` of their chain. `start` is the step at
+    which a chain begins inside its window.
+    """
 
     visit: Ints
     rank: Ints
@@ -41,14 +44,14 @@ class Rules:
     start: Ints | None = None
 
 
-def order(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
-    """Apply the rules: one template."""
+def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
+    """The template that the rules give."""
     num_kv, chain, head, q = tiling.num_kv, tasks.chain, tasks.head, tasks.q
     if ((chain[1:] == chain[:-1]) & (rules.visit[1:] < rules.visit[:-1])).any():
         place = chain * (1 + rules.visit.max(initial=0)) + rules.visit
-        sequence = np.argsort(place, kind="stable")  # which is fast where runs are in order, up or down
+        sequence = np.argsort(place, kind="stable")  # fast where long runs are already sorted, up or down
         head, q = head[sequence], q[sequence]  # chains stay in their places
-    first = np.concatenate([[0], np.cumsum(tiling.spans[:, 2] * tiling.problem.group)])
+    first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * tiling.problem.group)])
     target = head * tiling.num_q + q
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:
@@ -60,12 +63,12 @@ def order(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
 
 @compiled
 def _list_tasks(state, spans, group):  # type: ignore[no-untyped-def]
-    total = group * spans[:, 2].sum()
+    total = group * spans[:, Span.COUNT].sum()
     chain, head, q = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
     t = 0
     for kv in range(len(spans)):
         for h in range(group):
-            for m in range(spans[kv, 0], spans[kv, 1]):
+            for m in range(spans[kv, Span.FIRST], spans[kv, Span.END]):
                 if state[kv, m] != 0:
                     chain[t], head[t], q[t] = kv, h, m
                     t += 1
@@ -74,7 +77,7 @@ def _list_tasks(state, spans, group):  # type: ignore[no-untyped-def]
 
 @compiled
 def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
-    """Turns, where chains contribute one after the other."""
+    """Turns of chains that contribute one after the other."""
     turn = np.empty_like(target)
     counter = np.zeros(target.max() + 1 if len(target) else 0, np.int64)
     for chain in chains:
@@ -86,14 +89,17 @@ def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
 
 @compiled
 def met_until(spans, rank):  # type: ignore[no-untyped-def]
-    """For chains whose ends only move on: until which q tile chains of lower rank that end before it come as well."""
-    until = spans[:, 0].copy()
+    """Per chain, the q tile until which it meets a chain of lower rank that ends before it; else its own first tile.
+
+    For staircases: the ends of the chains never move back.
+    """
+    until = spans[:, Span.FIRST].copy()
     for kv in range(len(spans)):
         for other in range(kv - 1, -1, -1):
-            if spans[other, 1] <= spans[kv, 0]:
+            if spans[other, Span.END] <= spans[kv, Span.FIRST]:
                 break
-            if spans[other, 1] < spans[kv, 1] and rank[other] < rank[kv]:
-                until[kv] = spans[other, 1]
+            if spans[other, Span.END] < spans[kv, Span.END] and rank[other] < rank[kv]:
+                until[kv] = spans[other, Span.END]
                 break
     return until
 
@@ -110,13 +116,13 @@ def turns(target: Ints, place: Ints) -> Ints:
 
 
 def windows(count: int, width: int) -> Ints:
-    """Cut `count` neighbours into windows of at most `width`, as equal as can be; the window of each."""
+    """Cut `count` neighbours into windows of at most `width`, as equal as possible; the window of each."""
     parts = max(1, -(-count // width))
     return np.arange(count) * parts // max(count, 1)
 
 
 def offsets(window: Ints, length: int) -> Ints:
-    """Where each member of a window starts on a circle of `length`, spread evenly: the most slack there is."""
+    """Where each member of a window starts on a circle of `length`: evenly spread, so that slack is largest."""
     size = np.bincount(window)[window] if len(window) else window
     local = np.arange(len(window)) - np.searchsorted(window, window)
     return local * length // np.maximum(size, 1)
