@@ -17,11 +17,14 @@ from dash_attn.tools.viz.traced import Traced
 
 HEADINGS = {
     "grid": "Throughput",
+    "grid_close": "Throughput of the contenders by themselves",
+    "grid_ours": "Throughput of our orders",
     "price": "Price of determinism",
     "models": "Attention of known models",
     "block": "Transformer block",
     "deviation": "Deviation of identical passes",
     "length": "Cost against length",
+    "padded": "Padded head dims",
 }
 
 SOME_SMS = 8
