@@ -90,7 +90,12 @@ def _schedules() -> list[Section]:
 
 def _again(results: dict[str, Result]) -> Section:
     rows = [["suite", "command"]]
-    rows += [[name, command] for name, result in results.items() for command in result["commands"]]
+    rows += [
+        [name, line]
+        for name, result in results.items()
+        for command in result["commands"]
+        for line in command.splitlines()
+    ]
     text = "dash-attn bench --suite NAME, then dash-attn paper FILES --html page.html. What made the numbers here:"
     return Section("Make it again", text, rows)
 
