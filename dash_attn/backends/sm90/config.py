@@ -196,7 +196,7 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
         mask=mask,
         ordered=ordered,
         finish=finish,
-        # Timed, all of them (docs/measured_facts.md). 128-row q tiles have no registers left for p_early; those that
+        # Timed, all of them (docs/experiments.md). 128-row q tiles have no registers left for p_early; those that
         # LSE and delta need not wait in are worth more as a place for K, which the products then need not fetch again.
         p_early=12 if padded == 128 else 0,
         lse_ahead=0 if padded == 128 else 2,

@@ -73,7 +73,7 @@ def test_every_claim_has_its_sentences() -> None:
 
 
 def test_the_document_is_what_the_committed_results_say() -> None:
-    """`dash-attn paper benchmarks/results/{grid,models,block,length,deviation}_h200.json --out docs/paper.md --figures figures/bench` writes it anew."""
+    """docs/bench.md names the command that writes it anew."""
     made = page(gathered(sorted((ROOT / "benchmarks" / "results").glob("*.json"))), "figures/bench")
     assert made == (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 

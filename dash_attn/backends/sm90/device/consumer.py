@@ -79,7 +79,7 @@ class Consumer:
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
         # With p_early, what can be is loaded, rounded and waited for under the product. Of 120 such orders that were
-        # timed this is the best, 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
+        # timed this is the best, 2-4 % faster than the compiler's; most are slower (docs/experiments.md).
         if const_expr(cfg.p_early):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         exponentiate(s, lse, cta.facts.scale_log2)
