@@ -102,6 +102,24 @@ def test_real_traces(file: str, makespan: float, slots: tuple[float, float]) -> 
     assert modelled.makespan == pytest.approx(found.makespan, rel=0.03)
 
 
+def test_the_table_of_the_document() -> None:
+    """docs/trace.md holds the shares and times of the committed traces."""
+    names = ("trace_d128_h200", "trace_d64_h200", "trace_d128_512_h200", "trace_d64_512_h200")
+    columns = []
+    for each in (measured(load_trace(RESULTS / f"{name}.npz")) for name in names):
+        sums, machine = shares(each), fit_trace(each)
+        times = (each.makespan, each.trace.facts["us"]["main"], simulated(each, machine)[0].makespan)
+        columns.append(
+            [f"{us:,.0f} µs" for us in times]
+            + [f"{us / sums.whole:.1%}".replace("%", " %") for _, us, _ in sums.table()]
+            + [f"{us:.2f} µs" for us in (machine.compute, machine.reduce)]
+            + [f"{machine.first:.2f}", f"{machine.jitter:.1%}".replace("%", " %"), f"{machine.handoff:.2f} µs"]
+        )
+    text = (RESULTS.parents[1] / "docs" / "trace.md").read_text(encoding="utf-8")
+    for cells in zip(*columns, strict=True):
+        assert f" | {' | '.join(cells)} |" in text
+
+
 def test_files(tmp_path: Path) -> None:
     trace = synthetic(program_of(), 12, MODEL)
     save_trace(trace, tmp_path / "events.npz")
