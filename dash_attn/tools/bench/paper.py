@@ -218,10 +218,10 @@ def _blocks(rows: list[Row]) -> list[str]:
             said.append(f"Blocks with a {mask} mask gain {span(gains, '{:.1%}')} over {PEER}, {mean:.1%} on average.")
     models: dict[str, list[Row]] = {}
     for row in rows:
-        models.setdefault(row["model"], []).append(row)
+        models.setdefault(row["cell"].rpartition(" ")[0], []).append(row)
     for model, some in models.items():
-        gains = [f"{x - 1:.1%} ({row['shape']['len_q']:,} tokens)" for row in some for x in _gain(row)]
-        said += [f"{model} gains {', '.join(gains)}."] if gains else []
+        shown = [f"{x - 1:.1%} ({row['shape']['len_q']:,} tokens)" for row in some for x in _gain(row)]
+        said += [f"{model} gains {', '.join(shown)}."] if shown else []
     shares = [x for row in rows if (x := _share(row)) is not None]
     if shares:
         said.append(f"Attention's backward is {span(shares, '{:.0%}')} of a block's time.")
