@@ -20,7 +20,7 @@ from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.ours import Ours
 from dash_attn.tools.bench.peers import PEERS, peer
 from dash_attn.tools.bench.report import Result
-from dash_attn.tools.bench.suites import SUITES, Suite, run_suite, shown
+from dash_attn.tools.bench.suites import QUICK, SUITES, Suite, run_suite, shown
 from dash_attn.tools.bench.timing import Timing
 
 # A block that takes a second on a CPU: it tries the harness where there is no GPU.
@@ -179,8 +179,8 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
     ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
-    rounds, budget_ms = (5, 25.0) if args.quick else (suite.rounds, suite.budget_ms)
-    how = (args.rounds or rounds, args.budget_ms or budget_ms, args.lead_ms or suite.lead_ms)
+    effort = QUICK if args.quick else suite.effort
+    how = (args.rounds or effort.rounds, args.budget_ms or effort.budget_ms, args.lead_ms or effort.lead_ms)
     return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
 
 

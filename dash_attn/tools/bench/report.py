@@ -148,7 +148,7 @@ def pair_of(row: Row, pair: str) -> tuple[str, str]:
 def price(row: Row, pair: str) -> float | None:
     """The share of its throughput that a library loses by being deterministic; below 0 it gains.
 
-    The two are compared in a run of their own where there is one: there they draw like power and have one clock.
+    The two are compared in a run of their own where there is one: there they draw the same power and have one clock.
     """
     alone = row.get("pairs", {}).get(pair)
     slow, fast = (median({"us": alone} if alone else row, name) for name in pair_of(row, pair))

@@ -20,6 +20,18 @@ FEW = ("fa4", "fa4 det")
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How long each variant is timed: samples, milliseconds of all samples together, milliseconds before each sample."""
+
+    rounds: int = 15
+    budget_ms: float = 100.0
+    lead_ms: float = 10.0
+
+
+QUICK = Effort(5, 25.0)
+
+
+@dataclass(frozen=True)
 class Suite:
     """What a suite measures unless options say otherwise. `quick` and `quick_peers` are the parts that --quick runs."""
 
@@ -30,9 +42,7 @@ class Suite:
     quick_peers: tuple[str, ...] = FEW
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
-    rounds: int = 15
-    budget_ms: float = 100.0
-    lead_ms: float = 10.0
+    effort: Effort = Effort()
 
 
 # FlexAttention takes a quarter of a minute to compile for a shape, so on large grids it runs only if --peers names it.
@@ -44,7 +54,7 @@ SUITES: dict[str, Suite] = {
         cases.grid,
         lambda: cases.grid(lengths=(512, 4096, 16384)),
         _GRID_PEERS,
-        lead_ms=20.0,
+        effort=Effort(lead_ms=20.0),
     ),
     "grid_close": Suite(
         "the grid's contenders by themselves: auto and the paper's order beside FlashAttention-4",
@@ -53,9 +63,7 @@ SUITES: dict[str, Suite] = {
         FEW,
         policies=("auto", "shift:64", "symmetric_shift:64"),
         unordered=False,
-        rounds=31,
-        budget_ms=250.0,
-        lead_ms=20.0,
+        effort=Effort(31, 250.0, 20.0),
     ),
     "grid_ours": Suite(
         "our orders over the grid, without peers",
@@ -64,7 +72,7 @@ SUITES: dict[str, Suite] = {
         (),
         (),
         unordered=False,
-        lead_ms=20.0,
+        effort=Effort(lead_ms=20.0),
     ),
     "models": Suite(
         "attention's backward at the dimensions of known models",
