@@ -21,7 +21,7 @@ FEW = ("fa4", "fa4 det")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long each variant is timed: samples, milliseconds of all samples together, milliseconds before each sample."""
+    """How long each variant is timed: the samples, the milliseconds of all of them, the milliseconds before each."""
 
     rounds: int = 15
     budget_ms: float = 100.0
