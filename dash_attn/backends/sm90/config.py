@@ -160,7 +160,7 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
     narrow = dim <= 64
     keys = len_k // 2 if mask == "causal" else len_k
     finish = "last" if ordered and keys < MANY_KEYS[64 if narrow else 128] else "postpass"
-    # All numbers below are measured (docs/measured_facts.md).
+    # All numbers below are measured (docs/experiments.md).
     if narrow:
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these
         # hold a part of K, which the products then need not fetch from shared memory. Neighbours in a shift order are

@@ -20,9 +20,10 @@ from torch.nn import functional
 from dash_attn.backends import Operands, backend_for
 from dash_attn.problem import Problem
 from dash_attn.tools.bench import operands, peers
-from dash_attn.tools.bench.cases import Case, Model
+from dash_attn.tools.bench.cases import BenchCase, Model
 from dash_attn.tools.bench.measure import Settings
-from dash_attn.tools.bench.record import Row, gpu_now, shape_of
+from dash_attn.tools.bench.record import gpu_now, shape_of
+from dash_attn.tools.bench.report import Row
 from dash_attn.tools.bench.timing import event, peak_bytes, sample, summary
 from dash_attn.tools.bench.variants import Backward, reason
 
@@ -134,7 +135,7 @@ def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Ba
     }
 
 
-def measure_block(model: Model, case: Case, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
+def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
     """Forward and backward of a block, and how much of it is attention."""
     device, problem = settings.timing.device, case.problem
     torch.manual_seed(0)

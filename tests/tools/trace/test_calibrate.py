@@ -170,17 +170,17 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
 
 def test_the_fit_that_ships_beside_the_measurements() -> None:
     """What docs/trace.md says of it, by the files that it names."""
-    files = [RESULTS / "grid_h200_2026-11-15.json", *sorted((RESULTS / "again").glob("*.json"))]
+    grid, close, ours = (RESULTS / f"{suite}_h200.json" for suite in ("grid", "grid_close", "grid_ours"))
     fitted = json.loads(files_of("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
     calls = {int(dim): Call(Machine(**each["machine"]), each["start"], each["finish"]) for dim, each in fitted.items()}
-    report = hold(calls, read_samples([*files, *sorted(RESULTS.glob("trace_h200_2026-11-15_d*.npz"))]))
+    report = hold(calls, read_samples([grid, close, ours, *sorted(RESULTS.glob("trace_*.npz"))]))
     main, whole = report.part(True), report.part(False)
     assert len(main.cells) == len(whole.cells) == 24
     for part in (main, whole):
         assert max(abs(cell.auto_error or 1.0) for cell in part.cells) < 0.05
         assert part.predicted >= 23 and part.ranked == 24 and part.strictly_ranked >= 20
     assert max(cell.auto_loss or 0.0 for cell in whole.cells) < 0.02
-    alone = hold(calls, read_samples(path for path in files if path.name.startswith(("close", "pair")))).part(False)
+    alone = hold(calls, read_samples([close])).part(False)
     assert len(alone.cells) == 24 and max(cell.auto_loss or 0.0 for cell in alone.cells) < 0.012
 
 

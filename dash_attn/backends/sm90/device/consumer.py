@@ -79,7 +79,7 @@ class Consumer:
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
         # With p_early, delta is loaded, P is rounded and the dS buffers are waited for while the product runs. This is
-        # the fastest of 120 orders that were timed, by 2-4 % (docs/measured_facts.md).
+        # the fastest of 120 orders that were timed, by 2-4 % (docs/experiments.md).
         if const_expr(cfg.p_early):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         exponentiate(s, lse, cta.facts.scale_log2)
