@@ -11,7 +11,7 @@ from dash_attn.order.types import Ints
 from dash_attn.program import PlaceRule, Queue
 from dash_attn.tiling import Tiling
 
-# Tuned to a GPU of 132 SMs with 50 MB of L2. None of these numbers changes a bit.
+# Tuned to a GPU of 132 SMs with 50 MB of L2. No number here changes a bit.
 IN_FLIGHT = 128  # bundles that fill the GPU: more heads at once would leave the cache between two rounds
 TINY = 6  # kv tiles of a head that comes and goes so fast that its tiles hardly stay in cache
 NEAR = 8  # chains of the tiny heads that are taken in turn

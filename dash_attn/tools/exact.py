@@ -27,7 +27,7 @@ from dash_attn.program import Program, Queue, build
 from dash_attn.program.replay import When
 from dash_attn.simulate import Paper, Simulation, lower_bounds, simulate
 from dash_attn.tiling import Tiling
-from dash_attn.verify import VerifyError
+from dash_attn.verify import Placed, TooFewWorkers, verify
 
 MAX_TASKS = 400
 
@@ -36,14 +36,15 @@ Progress = Callable[[float, float], None]  # told the best makespan so far and t
 
 @dataclass(frozen=True, eq=False)
 class ExactResult:
-    """The best order found, simulated on as many workers as were asked for; no order at all is below `bound`."""
+    """The best order that the solver has, placed and simulated. No order at all is below `bound`."""
 
+    placed: Placed
     simulation: Simulation
     bound: int
 
     @property
     def program(self) -> Program:
-        return self.simulation.program
+        return self.placed.program
 
     @property
     def makespan(self) -> int:
@@ -103,8 +104,8 @@ def solve(
     if start.makespan > bound:
         timetable, bound = _solve(cp_model, start, bound, Limits(seconds, progress))
     # Tasks start as early as the order lets them: a timetable made in too little time may still hold slack.
-    best = simulate(_program(tiling, start, timetable), workers, model)
-    return ExactResult(best, bound)
+    placed = verify(_program(tiling, start, timetable)).on(workers)
+    return ExactResult(placed, simulate(placed.program, workers, model, placement=placed.placement), bound)
 
 
 def _best_policy(tiling: Tiling, workers: int, model: Paper) -> Simulation:
@@ -114,8 +115,8 @@ def _best_policy(tiling: Tiling, workers: int, model: Paper) -> Simulation:
         program = compose(tiling, Choice(name, workers if POLICIES[name].windowed else None))
         try:
             results.append(simulate(program, workers, model))
-        except VerifyError:
-            continue  # it needs more workers; fa3 needs one
+        except TooFewWorkers:
+            continue  # fa3 is left in any case: it needs one worker
     return min(results, key=lambda result: result.makespan)
 
 

@@ -8,7 +8,6 @@ from dash_attn.program import Program
 from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
 from dash_attn.tools.cli.tables import Row, policy_rows, simulation_row, working
-from dash_attn.verify import verify
 
 
 def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | None) -> tuple[list[Row], Program]:
@@ -33,5 +32,5 @@ def _exact(tiling: Tiling, workers: int, model: Paper, seconds: float) -> tuple[
             status.update(f"solving: best so far {best:g}, none below {bound:g}")
 
         result = solve(tiling, workers, model, seconds=seconds, progress=progress)
-    row = simulation_row(result.simulation, verify(result.program).co_resident)
+    row = simulation_row(result.simulation, result.placed.co_resident)
     return {**row, "optimal": result.optimal, "proved_bound": result.bound}, result.program
