@@ -203,7 +203,7 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     """Every policy that applies, in the paper's model: a section of the report, and a table."""
     problem = Problem(1, heads, heads, 2 * workers, 2 * workers, mask=mask)
     shape, model = TileShape(2, 2), Paper(1.0, 0.35)
-    programs = [plan(problem, shape, name).program for name in applicable(tile(problem, shape))]
+    programs = [plan(problem, shape, name).verified for name in applicable(tile(problem, shape))]
     rows, results = policy_rows(programs, workers, model, record=True)
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
     header = ["policy", "makespan", "bubble", "stall", "above the bound", "speed-up over fa3", "workers needed"]

@@ -147,7 +147,7 @@ def compare(
     count, chosen = workers_of(workload, workers), parse_model(model, compute, reduce)
     with working("planning and simulating every policy"):
         names = applicable(workload.tiling())
-        programs = [workload.program(name, width if POLICIES[name].windowed else None) for name in names]
+        programs = [verify(workload.program(name, width if POLICIES[name].windowed else None)) for name in names]
         rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:
         from dash_attn.tools import viz

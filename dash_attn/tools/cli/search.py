@@ -8,11 +8,13 @@ from dash_attn.program import Program
 from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
 from dash_attn.tools.cli.tables import Row, policy_rows, simulation_row, working
+from dash_attn.verify import verify
 
 
 def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | None) -> tuple[list[Row], Program]:
     """A row for every order that applies (and for the exact one), and the program with the smallest makespan."""
-    rows, results = policy_rows([compose(tiling, name) for name in applicable(tiling)], workers, model)
+    programs = [verify(compose(tiling, name)) for name in applicable(tiling)]
+    rows, results = policy_rows(programs, workers, model)
     candidates = [(result.makespan, result.program) for result in results]
     if seconds is not None:
         row, program = _exact(tiling, workers, model, seconds)

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from dash_attn.program import Program
 from dash_attn.simulate import Simulation, simulate
 from dash_attn.simulate.models import Model
-from dash_attn.verify import VerifyError, verify
+from dash_attn.verify import TooFewWorkers, Verified
 
 Row = dict[str, Any]
 
@@ -41,18 +40,19 @@ def simulation_row(result: Simulation, co_resident: int) -> Row:
 
 
 def policy_rows(
-    programs: Iterable[Program], workers: int, model: Model, *, record: bool = False
+    programs: Iterable[Verified], workers: int, model: Model, *, record: bool = False
 ) -> tuple[list[Row], list[Simulation]]:
-    """Verify, place and simulate each program once: a row each, and the simulations of those that can run.
+    """Place and simulate each program once: a row each, and the simulations of those that can run.
 
     The row of a program that needs more workers says so and has no numbers.
     """
     rows: list[Row] = []
     results: list[Simulation] = []
-    for program in programs:
+    for verified in programs:
+        program = verified.program
         try:
-            placed = verify(program).on(workers)
-        except VerifyError as error:
+            placed = verified.on(workers)
+        except TooFewWorkers as error:
             rows.append({"policy": program.policy, "fingerprint": program.fingerprint, "error": str(error)})
             continue
         results.append(simulate(program, workers, model, placement=placed.placement, record=record))
