@@ -29,10 +29,10 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Policy:
-    """`build(tiling, width)` gives a template and its rounds.
+    """How to order a tiling, and which tilings it can order.
 
-    `applies` says for which tilings, and `needs` says the same to people.
-    With `last`, some blocks of heads follow another template, which `last(tiling, width)` gives.
+    `build(tiling, width)` gives a template and its rounds. `applies` says for which tilings, and `needs` says the same
+    to people. With `last`, some blocks of heads follow another template, which `last(tiling, width)` gives.
     """
 
     build: Callable[[Tiling, int], Built]
@@ -301,13 +301,13 @@ def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
 def _level_blocks(tiling: Tiling) -> tuple[Ints, Bools]:
     """The block of each group, and whether the group follows the `last` template.
 
-    The last block follows `last`, so that all workers end together, however many they are. Going up from the diagonal,
-    shortest first, no chain catches up with the one before it, whenever they start. Coming down, longest first, none
-    does if they start a step apart: as they do after chains that end one by one, and where chains of other groups come
-    between.
+    The last block follows `last`, so that all workers end together, however many they are. Chains that go up from the
+    diagonal, shortest first, never catch up with each other, whenever they start. Chains that come down, longest first,
+    do not if they start a step apart. They do start so, because the chains before them end one by one and chains of
+    other groups come between.
 
-    Chains over several query heads are at different heads at a time, and drift apart the longer they run. If they end
-    at one q tile, every other block follows `last`, after which all chains begin together again.
+    Chains of grouped heads drift apart the longer they run: they are at different query heads at a time. If all chains
+    end at one q tile, every other block follows `last`, after which all chains begin together again.
     """
     groups, grouped = tiling.problem.groups, tiling.problem.group > 1
     in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG
