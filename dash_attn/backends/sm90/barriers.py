@@ -92,10 +92,13 @@ NAMED_BARRIER_THREADS = {
     NamedBarrier.GROUP_1: WARPGROUP,
 }
 
-# Entries of the task ring that can be written before the slowest writer has read the first of them:
-# - STAGES tasks ahead of the consumers, because every task waits for its stage of Q;
-# - an end of a chain for each of CHAINS_IN_FLIGHT chains, because every chain waits for the K of the chain before;
-# - DQ_SLOTS entries by which the consumers are ahead of the writers, because every entry waits for its slot;
-# - an end mark for each writer, behind the last chain;
-# - the entry that is being written.
-RING_DEPTH_NEEDED = STAGES + CHAINS_IN_FLIGHT + DQ_SLOTS + WRITERS + 1
+def ring_depth_needed(chain_entries: int) -> int:
+    """Entries of the task ring that can be written before the slowest writer has read the first of them.
+
+    - STAGES tasks ahead of the consumers, because every task waits for its stage of Q;
+    - the ends of CHAINS_IN_FLIGHT chains, because every chain waits for the K of the chain before;
+    - DQ_SLOTS entries by which the consumers are ahead of the writers, because every entry waits for its slot;
+    - an end mark for each writer, behind the last chain;
+    - the entry that is being written.
+    """
+    return STAGES + CHAINS_IN_FLIGHT * chain_entries + DQ_SLOTS + WRITERS + 1

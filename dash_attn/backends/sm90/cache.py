@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +35,7 @@ class Kernels(NamedTuple):
     prepare: Kernel
     main: Kernel
     finish: Kernel | None  # None where the last contributor finishes dQ
+    fold: Kernel | None = None  # None where chains are not cut
 
 
 def folder() -> Path:
@@ -111,4 +113,5 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 def kernels(cfg: KernelConfig) -> Kernels:
     """Compiled at most once in a process, and not at all if the folder has them."""
     finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
-    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish)
+    fold = side_kernel("fold", replace(shared(cfg), cut=True)) if cfg.cut else None
+    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, fold)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from .cta import CONSUMER_REGS, CONSUMER_WARPGROUPS, SMEM_LIMIT, TILE_N, WARPGROUP
+from .barriers import ring_depth_needed
+from .cta import CONSUMER_REGS, CONSUMER_WARPGROUPS, RING, SMEM_LIMIT, TILE_N, WARPGROUP
 from .smem_plan import plan
 
 DTYPES = ("bf16", "fp16")
@@ -45,6 +46,7 @@ class KernelConfig:
     delta_ahead: int = 0  # the same for delta
     k_kept: int = 0  # 16-column steps of K that the consumers hold in registers during a chain
     peek: bool = False  # consumers test for the next Q at the end of a task, so that they need not wait for it later
+    cut: bool = False  # a chain has one q head of its group: dK and dV leave as fp32 parts, which a pass adds up
     debug: bool = False  # waits end with a report, and every contribution is kept (see device/debug.py); for tests
     trace: bool = False  # every entry gets time stamps (see device/stamps.py)
 
@@ -99,6 +101,16 @@ class KernelConfig:
         return (1, 1) if self.last_finishes else (2 if self.split else 1, COUNTER_WORDS)
 
     @property
+    def part_entries(self) -> int:
+        """Entries of the task ring for dV of a cut chain, and as many for dK: a dQ slot holds 64 columns."""
+        return self.dim // 64
+
+    @property
+    def chain_entries(self) -> int:
+        """Entries of the task ring for the end of a chain."""
+        return 2 * self.part_entries if self.cut else 1
+
+    @property
     def score_steps(self) -> int:
         """16-column steps of S^T and dP^T. Steps of padding alone are left out."""
         return -(-self.columns // 16)
@@ -130,6 +142,10 @@ class KernelConfig:
             return  # everything below follows from the head dim
         if self.debug and (not self.ordered or self.finish != "postpass"):
             yield "debug keeps every contribution, in turn: it needs ordered=True and finish='postpass'"
+        if ring_depth_needed(self.chain_entries) > RING:
+            yield f"the task ring has {RING} entries, and {ring_depth_needed(self.chain_entries)} are needed"
+        if self.cut and self.trace:
+            yield "the tracing build has one entry for the end of a chain: it does not run cut chains"
         if self.debug and self.trace:
             yield "debug and trace are separate builds: choose one"
         if self.split and self.sum_parts[0] != self.sum_parts[1]:

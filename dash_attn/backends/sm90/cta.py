@@ -26,7 +26,7 @@ DQ_SLOTS = 2  # staged dQ tiles
 WRITERS = DQ_SLOTS  # dQ writer warps
 HALF_SLOTS = DQ_SLOTS * CONSUMER_WARPGROUPS  # each slot has a half for each consumer warpgroup
 CHAINS_IN_FLIGHT = 2  # the chain that runs, and the next one, whose first loads have started
-RING = 16  # entries of the task ring, a power of two (see barriers.RING_DEPTH_NEEDED)
+RING = 16  # entries of the task ring, a power of two (see barriers.ring_depth_needed)
 
 CONSUMER_REGS = 240  # registers of a consumer thread
 WORKER_REGS = 24  # registers of a producer or writer thread

@@ -13,7 +13,7 @@ from .alignment import Alignment, aligned
 from .cache import kernels
 from .config import KernelConfig
 from .tables import DeviceTables
-from .workspace import Workspace, converted
+from .workspace import Workspace, converted, parts_of
 
 LOG2_E = 1.4426950408889634
 
@@ -34,7 +34,7 @@ class Launch:
 
     def __init__(self, cfg: KernelConfig, tables: DeviceTables, scale: float) -> None:
         self.cfg, self.tables, self.scale = cfg, tables, scale
-        self.prepare, self.main, self.finish = kernels(cfg)
+        self.prepare, self.main, self.finish, self.fold = kernels(cfg)
         program = (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors)
         # The kernel reads the intervals of rows only for mask "interval". Elsewhere contributors stand in for them.
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
@@ -81,13 +81,17 @@ class Launch:
         if self.clears:
             clear(self.cfg, self.tables, into.dq, workspace)
         self.prepare((dout, out, lse), stats)
-        if extra is None:
-            self.main((q, dout, k, v, *into), stats, self.program, self.facts)
-        else:
-            more = (*workspace, *extra.tensors), self.program, (*self.facts, *extra.addresses)
-            self.main((q, dout, k, v, *into), *more)
+        parts = (parts_of(self.cfg, q, k),) if self.fold is not None else ()
+        facts = self.facts
+        if parts or extra is not None:
+            stats = (*workspace, *parts)
+        if extra is not None:
+            stats, facts = (*stats, *extra.tensors), (*facts, *extra.addresses)
+        self.main((q, dout, k, v, *into), stats, self.program, facts)
         if self.finish is not None:
             self.finish(workspace.dq_sum, into.dq, self.scale)
+        if self.fold is not None:
+            self.fold(parts[0], (into.dv, into.dk), self.scale)
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import KernelConfig
+from .cta import TILE_N
 
 KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
 
@@ -79,6 +80,12 @@ class Workspace(NamedTuple):
             ws = Workspace.of(cfg, q)
             kept = _kept.on[device] = size, (ws, converted(tuple(ws)))
         return kept[1]
+
+
+def parts_of(cfg: KernelConfig, q: Tensor, k: Tensor) -> Tensor:
+    """Room for dV and dK of cut chains, fp32: a part for each q head."""
+    planes, n_kv = q.shape[0] * q.shape[2], -(-k.shape[1] // TILE_N)
+    return torch.empty((planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats), device=q.device, dtype=torch.float32)
 
 
 def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
+from functools import partial
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import PackageNotFoundError, files
@@ -28,7 +30,7 @@ from dash_attn.backends.sm90.config import KernelConfig, select, with_debug, wit
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-BUILDS = {"debug": with_debug, "trace": with_trace}
+BUILDS = {"debug": with_debug, "trace": with_trace, "cut": partial(replace, cut=True)}
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:

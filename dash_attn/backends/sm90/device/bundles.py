@@ -48,6 +48,7 @@ class Streams(NamedTuple):
     counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key that a query sees
     row_hi: Any  # (Sq,) one past the last key that it sees
+    parts: Any = ()  # (planes, n_kv, chain_entries, 2 * half_floats) fp32: dV and dK of cut chains
     debug: Any = ()  # Debug, in a debug build
     events: Any = ()  # (workers, 1 + entries, len(STAMPS)) int64, in a tracing build
 

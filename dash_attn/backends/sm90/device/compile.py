@@ -36,6 +36,10 @@ def stats_of(cfg: KernelConfig, planes, n_q, padded):
     )
 
 
+def parts_of(cfg: KernelConfig, planes, n_kv):
+    return rows_of(Float32, (planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats))
+
+
 def symbols(n: int):
     return [cute.sym_int32() for _ in range(n)]
 
@@ -53,6 +57,8 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     k, v, dk, dv = [heads_tensor(cfg, batch, sk, hk) for _ in range(4)]
     stats = stats_of(cfg, planes, n_q, padded)
     facts = (Float32(1.0), Float32(1.0))
+    if cfg.cut:
+        stats = (*stats, parts_of(cfg, planes, cute.sym_int32()))
     if cfg.debug:
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
         facts = (*facts, Int64(0))
@@ -100,4 +106,13 @@ def compile_finish(cfg: KernelConfig, options: str = ""):
     )
 
 
-COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish}
+def compile_fold(cfg: KernelConfig, options: str = ""):
+    from .fold import Fold
+
+    batch, sk, hk, planes, n_kv = symbols(5)
+    grads = tuple(heads_tensor(cfg, batch, sk, hk) for _ in range(2))
+    parts = parts_of(cfg, planes, n_kv)
+    return cute.compile(Fold(cfg), parts, grads, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
+
+
+COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "fold": compile_fold}

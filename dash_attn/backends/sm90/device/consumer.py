@@ -33,6 +33,7 @@ class Consumer:
         gemms = Gemms.bind(cta, wg, thread)
         dk, dv = gemms.grad_acc(), gemms.grad_acc()
         task = Int32(0)
+        ends = cta.cfg.chain_entries
         _, chains = my_chains(cta)
         for i in cutlass.range(chains, unroll=1):
             cta.bars.wait("k_full", 0, i & 1)
@@ -41,17 +42,21 @@ class Consumer:
             kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
             done, arrived = Int32(0), Int32(0)
             if info_word(cta, i & 1, Info.NUM_RUNS) == 0:
-                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
+                if const_expr(not cta.cfg.cut):
+                    cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
                 done = Int32(1)
             while done == 0:
-                flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i), arrived)
+                flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i * ends), arrived)
                 task, done = task + 1, flags & ENDS
             if const_expr(cta.cfg.trace):
-                tie_clocks(cta, task + i)
-            self.hand_over_dk(gemms, dk)
-            self.hand_over_dv(gemms, dv, task + i)
+                tie_clocks(cta, task + i * ends)
+            if const_expr(cta.cfg.cut):
+                self.hand_over_parts(dk, dv, task + i * ends)
+            else:
+                self.hand_over_dk(gemms, dk)
+                self.hand_over_dv(gemms, dv, task + i * ends)
 
     @cute.jit
     def task(self, gemms, held, numbers, arrived):
@@ -132,8 +137,9 @@ class Consumer:
 
     @cute.jit
     def await_ds_buffers(self, flags, odd):
-        if (flags & BEGINS) != 0:
-            self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the dK of the chain before lies in the buffers until then
+        if const_expr(not self.cta.cfg.cut):
+            if (flags & BEGINS) != 0:
+                self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the dK of the chain before lies in the buffers until then
 
     def sync_consumers(self):
         cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
@@ -154,12 +160,7 @@ class Consumer:
         cta, cfg = self.cta, self.cta.cfg
         half, phase = self.half_slot(entry)
         self.await_slot(entry, half, phase)
-        # Fragment order: 16-byte piece j of thread t lies at float (j * 128 + t) * 4, which has no bank conflicts.
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        slot = cute.make_tensor(
-            cta.views.dq[None, half].iterator + thread * 4,
-            cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512)),
-        )
+        slot = self.fragments(half, cute.arch.thread_idx()[0] % WARPGROUP)
         mine = cute.make_tensor(dq.iterator, cute.make_layout(slot.shape))
         if const_expr(cfg.last_finishes):
             if (flags & LAST) != 0:
@@ -172,6 +173,12 @@ class Consumer:
         self.leave("dq_full", half)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "staged")
+
+    def fragments(self, half, thread):
+        """A thread's part of half a dQ slot. Fragment order: 16-byte piece j of thread t lies at float
+        (j * 128 + t) * 4, which has no bank conflicts."""
+        layout = cute.make_layout((4, self.cta.cfg.half_floats // 512), stride=(1, 512))
+        return cute.make_tensor(self.cta.views.dq[None, half].iterator + thread * 4, layout)
 
     @cute.jit
     def await_slot(self, entry, half, phase):
@@ -234,3 +241,17 @@ class Consumer:
         self.leave("dq_full", half)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "staged")
+
+    @cute.jit
+    def hand_over_parts(self, dk, dv, entry):
+        """Stages dV, then dK, of a cut chain as fp32, 64 columns in a dQ slot, in the order of fragments."""
+        cfg = self.cta.cfg
+        parts, floats = cfg.part_entries, cfg.half_floats // WARPGROUP  # of a thread, in a slot
+        for part in cutlass.range_constexpr(2 * parts):
+            half, phase = self.half_slot(entry + part)
+            self.await_slot(entry + part, half, phase)
+            slot = self.fragments(half, fresh_thread_index() % WARPGROUP)
+            sums = dv if part < parts else dk
+            mine = cute.make_tensor(sums.iterator + (part % parts) * floats, cute.make_layout(slot.shape))
+            cute.autovec_copy(mine, slot)
+            self.leave("dq_full", half)

@@ -26,7 +26,7 @@ from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .stamps import cycle, note
-from .tasks import END, FIRST, GRAD, LAST, await_entry, entry_word, half_slot, kv_place, my_chains
+from .tasks import END, FIRST, GRAD, LAST, PART, await_entry, entry_word, half_slot, kv_place, my_chains
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ class DqWriter:
             flags = self.flags(entry)
             if (flags & END) == 0:
                 if (flags & GRAD) != 0:
-                    self.store_dv(writer, entry)
+                    if const_expr(cfg.cut):
+                        self.store_part(writer, entry, flags)
+                    else:
+                        self.store_dv(writer, entry)
                 else:
                     self.contribute(writer, entry, flags)
             entry = entry + stride
@@ -209,6 +212,26 @@ class DqWriter:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(cfg.trace):
             self.stamp(writer, entry, "landed", cycle(cta))
+        if const_expr(not cfg.last_finishes):
+            self.free(writer, entry)
+        cute.arch.sync_warp()
+
+
+    @cute.jit
+    def store_part(self, writer, entry, flags):
+        """Stores a part of a cut chain's dV or dK as fp32. Nothing waits for it inside this kernel."""
+        cta, cfg = self.cta, self.cta.cfg
+        kv_tile, head, batch = [entry_word(cta, entry, w) for w in (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)]
+        plane = batch * cta.facts.heads_q + head
+        for wg in self.halves(writer):
+            half = half_slot(entry, wg)[0]
+            self.await_staged(entry, wg)
+            if cute.arch.lane_idx() == 0:
+                dst = cta.streams.parts[plane, kv_tile, flags // PART, None].iterator + wg * cfg.half_floats
+                bulk_store(dst, cta.views.dq[None, half].iterator, 4 * cfg.half_floats)
+                cute.arch.cp_async_bulk_commit_group()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(not cfg.last_finishes):
             self.free(writer, entry)
         cute.arch.sync_warp()

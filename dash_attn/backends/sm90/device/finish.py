@@ -49,17 +49,26 @@ class Finish:
             for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
                 if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
                     cute.autovec_copy(pieces[None, j], sums[None, j])
-        half16 = cute.make_rmem_tensor_like(sums, element(cfg))
-        half16.store((sums.load() * scale).to(element(cfg)))
-        words = cute.recast_tensor(half16, Int32)
-        for h in cutlass.range_constexpr(2):
-            for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
-                eight = quad_transpose([words[h, j + k] for k in range(4)], thread % 4)
-                col = first_col + 8 * j
-                if row + 8 * h < dq.shape[1] and col < cfg.columns:
-                    line = dq[batch, row + 8 * h, head, None]
-                    at = (line.iterator + cute.assume(col, divby=8)).align(16)
-                    cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout(4)))
+        store_rounded(cfg, sums, (dq, batch, head), (row, first_col), scale)
+
+
+@cute.jit
+def store_rounded(cfg, sums, where, at, scale):
+    """Scales a thread's sums, rounds them and stores them to a head of a tensor, from row and column `at` on."""
+    tensor, batch, head = where
+    row, first_col = at
+    lane = cute.arch.lane_idx() % 4
+    half16 = cute.make_rmem_tensor_like(sums, element(cfg))
+    half16.store((sums.load() * scale).to(element(cfg)))
+    words = cute.recast_tensor(half16, Int32)
+    for h in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
+            eight = quad_transpose([words[h, j + k] for k in range(4)], lane)
+            col = first_col + 8 * j
+            if row + 8 * h < tensor.shape[1] and col < cfg.columns:
+                line = tensor[batch, row + 8 * h, head, None]
+                place = (line.iterator + cute.assume(col, divby=8)).align(16)
+                cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 
 
 @cute.jit

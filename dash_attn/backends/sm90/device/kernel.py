@@ -22,13 +22,15 @@ class BackwardSm90:
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
         """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim)
-        stats: lse, delta, dq_sum, counters; then contributions in a debug build, or events in a tracing build
+        stats: lse, delta, dq_sum, counters; then the parts of cut chains; then contributions in a debug build, or
+        events in a tracing build
         tables: those of Tables, then row_lo and row_hi
         facts: scale, scale_log2; then the address of the reports in a debug build
         """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [rows_first(t) for t in tensors]
         lse, delta, dq_sum, counters, *extra = stats
+        parts, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)
         *program, row_lo, row_hi = tables
         scale, scale_log2, *reports = facts
         lay = Layouts.of(cfg)
@@ -50,6 +52,7 @@ class BackwardSm90:
             delta=delta,
             dq_sum=dq_sum,
             counters=counters,
+            parts=parts,
             row_lo=row_lo,
             row_hi=row_hi,
             debug=Debug(*extra, *reports) if cfg.debug else (),
@@ -88,8 +91,9 @@ class BackwardSm90:
                 Producer(cta).run()
             if warp >= 1 and warp <= WRITERS:
                 DqWriter(cta).run(warp - 1)
-            if warp == 3:
-                DkWriter(cta).run()
+            if const_expr(not cfg.cut):
+                if warp == 3:
+                    DkWriter(cta).run()
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGS)
             Consumer(cta).run()

@@ -22,6 +22,7 @@ from .tasks import (
     GRAD,
     LAST,
     ODD,
+    PART,
     PARTIAL,
     chain_word,
     kv_place,
@@ -43,6 +44,7 @@ class Producer:
         lane = cute.arch.lane_idx()
         first, chains = my_chains(cta)
         task = Int32(0)
+        ends = cta.cfg.chain_entries
         for i in cutlass.range(chains, unroll=1):
             chain = tables.worker_chains[first + i]
             run, runs = chain_word(cta, chain, Chain.FIRST_RUN), chain_word(cta, chain, Chain.NUM_RUNS)
@@ -51,7 +53,8 @@ class Producer:
             begins = Int32(BEGINS)
             while runs > 0:
                 batch = chain_word(cta, chain, Chain.BATCH)
-                head = chain_word(cta, chain, Chain.KV_HEAD) * cta.facts.group + run_word(cta, run, Run.HEAD)
+                heads = 1 if cta.cfg.cut else cta.facts.group  # of a chain
+                head = chain_word(cta, chain, Chain.KV_HEAD) * heads + run_word(cta, run, Run.HEAD)
                 q_tile, q_step = run_word(cta, run, Run.FIRST_Q), run_word(cta, run, Run.STEP)
                 left = run_word(cta, run, Run.COUNT)
                 turn, turn_step = run_word(cta, run, Run.TURN), run_word(cta, run, Run.TURN_STEP)
@@ -60,7 +63,7 @@ class Producer:
                 while left > 0:
                     flags = run_flags + self.turn_flags(q_tile, turn)
                     flags = flags + ENDS if (runs == 1 and left == 1) else flags
-                    self.load_task(task, task + i, (flags, q_tile, turn), (head, batch))
+                    self.load_task(task, task + i * ends, (flags, q_tile, turn), (head, batch))
                     # The first Q and dO of a chain are loaded while the chain before still uses its K and V.
                     if (run_flags & BEGINS) != 0:
                         self.load_kv(i, chain, runs)
@@ -68,10 +71,11 @@ class Producer:
                     q_tile, turn, task, left = q_tile + q_step, turn + turn_step, task + 1, left - 1
                 run, runs = run + 1, runs - 1
             if lane == 0:
-                publish(cta, task + i, (GRAD, *kv_place(cta, i & 1)))
+                for part in cutlass.range_constexpr(ends):
+                    publish(cta, task + i * ends + part, (GRAD + PART * part, *kv_place(cta, i & 1)))
         if lane == 0:
             for w in cutlass.range_constexpr(WRITERS):
-                publish(cta, task + chains + w, (END, 0, 0, 0))
+                publish(cta, task + chains * ends + w, (END, 0, 0, 0))
 
     @cute.jit
     def turn_flags(self, q_tile, turn):
@@ -137,6 +141,8 @@ class Producer:
         """
         cta, streams, info = self.cta, self.cta.streams, self.cta.views.info
         place = tuple(chain_word(cta, chain, column) for column in (Chain.KV_TILE, Chain.KV_HEAD, Chain.BATCH))
+        # A cut chain is named after its q head.
+        loaded = (place[0], place[1] // cta.facts.group, place[2]) if cta.cfg.cut else place
         free = (i & 1) ^ 1
         lane = cute.arch.lane_idx()
         nbytes = TILE_N * cta.cfg.dim * 2
@@ -144,7 +150,7 @@ class Producer:
         if runs > 0:
             if lane == 0:
                 cta.bars.expect("v_full", 0, nbytes)
-            self.load_stationary(streams.v, cta.views.v, place, cta.bars.at("v_full"))
+            self.load_stationary(streams.v, cta.views.v, loaded, cta.bars.at("v_full"))
         else:
             if lane == 0:
                 cta.bars.arrive("v_full")
@@ -157,7 +163,7 @@ class Producer:
         if runs > 0:
             if lane == 0:
                 cta.bars.expect("k_full", 0, nbytes)
-            self.load_stationary(streams.k, cta.views.k, place, cta.bars.at("k_full"))
+            self.load_stationary(streams.k, cta.views.k, loaded, cta.bars.at("k_full"))
         else:
             if lane == 0:
                 cta.bars.arrive("k_full")

@@ -4,11 +4,12 @@ Only the producer reads the Program. It writes an entry of the task ring for eve
 and the other roles read the entries:
 
     task   flags = PARTIAL | FIRST | LAST | BEGINS | ENDS | ODD, then q tile, plane, turn
-    grad   flags = GRAD, then kv tile, kv head, batch: the end of a chain
+    grad   flags = GRAD, then kv tile, kv head, batch: the end of a chain. A cut chain has several, and the flags also
+           hold the number of the part, PART * 0, PART * 1, ...: dV, then dK, 64 columns each
     end    flags = END: no entry follows, one for each dQ writer
 
-A worker counts its tasks, its chains and its entries from 0. Task t of chain c is entry t + c, because every chain
-before has one entry beside those of its tasks.
+A worker counts its tasks, its chains and its entries from 0. Task t of chain c is entry t + c * cfg.chain_entries,
+because every chain before has entries for its end beside those of its tasks.
 """
 
 import cutlass.cute as cute
@@ -30,6 +31,7 @@ END = 16
 BEGINS = 32  # the first task of its chain
 ENDS = 64  # the last task of its chain
 ODD = 128  # the chain's number is odd
+PART = 256  # the part of a cut chain's end, as a multiple
 
 
 def my_chains(cta: Cta):
