@@ -44,7 +44,7 @@ RULES: dict[str, LaunchRule] = {
 def enqueue(order: Order) -> Queue:
     """The queue of an order, by the rule of its policy. A policy without an entry in RULES gets the plain rule."""
     rule = RULES.get(order.choice.policy, LaunchRule())
-    blocks = np.split(np.arange(order.tiling.problem.groups), np.flatnonzero(np.diff(order.block_of)) + 1)
+    blocks = np.split(np.arange(order.tiling.panels), np.flatnonzero(np.diff(order.block_of)) + 1)
     if rule.in_turn:
         chains = np.concatenate([_in_turn(order, part) for part in _tiny_parts(order.tiling, blocks)])
         return Queue(chains, np.arange(len(chains) + 1), rule.place)
@@ -90,7 +90,7 @@ def _tiny_parts(tiling: Tiling, blocks: list[Ints]) -> list[Ints]:
     turn. Cutting needs q tiles smaller than kv tiles: chains of one head are then two steps apart and do not catch up
     with each other. The last block stays whole.
     """
-    if tiling.problem.group > 1 or tiling.num_kv > TINY or tiling.shape.m >= tiling.shape.n:
+    if tiling.heads > 1 or tiling.num_kv > TINY or tiling.shape.m >= tiling.shape.n:
         return blocks
     heads = -(-NEAR // max(1, tiling.num_kv))
     *early, last = blocks

@@ -113,7 +113,7 @@ def _fold(tiling: Tiling, width: int) -> Built:
 
     So they begin the next chains together and stay at the same query head, whose tiles are then in cache.
     """
-    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
+    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.heads
     parts = np.array_split(np.lexsort((-np.arange(n), tiling.spans[:, Span.COUNT])), 2 * max(1, n // (2 * LONG)))
     folded = [np.concatenate([parts[i], parts[-1 - i][::-1]]) for i in range(len(parts) // 2)]
     is_long = np.zeros(n, bool)
@@ -156,7 +156,7 @@ def _symmetric_shift(tiling: Tiling, width: int) -> Built:
     diagonal. Short chains come down from the last q tile. All pairs rotate through one query head of the group at a
     time, so that its tiles stay in cache.
     """
-    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.problem.group
+    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.heads
     chains, longs = np.arange(n), n - n // 2
     length = tiling.spans[:, Span.COUNT] * group
     split = shared_from(tiling)
@@ -177,7 +177,7 @@ def _symmetric_shift(tiling: Tiling, width: int) -> Built:
 
 
 def _search(tiling: Tiling, width: int) -> Built:
-    template, launch, window = ranked(tiling, min(width, max(1, tiling.problem.group * tiling.num_q)))
+    template, launch, window = ranked(tiling, min(width, max(1, tiling.heads * tiling.num_q)))
     return template, _singles(launch, window)
 
 
@@ -236,10 +236,10 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
     if _is_causal(tiling):
-        if tiling.problem.group > 1 and tiling.num_kv >= 2 * LONG:
+        if tiling.heads > 1 and tiling.num_kv >= 2 * LONG:
             return Choice("fold")
-        few = tiling.problem.groups * tiling.num_kv <= ENOUGH  # pairs would leave half of the workers idle
-        if tiling.problem.group == 1 or tiling.num_kv > SHORT or few:
+        few = tiling.panels * tiling.num_kv <= ENOUGH  # pairs would leave half of the workers idle
+        if tiling.heads == 1 or tiling.num_kv > SHORT or few:
             return Choice("level")
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     if tiling.is_staircase:
@@ -254,7 +254,7 @@ def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
     rotation. The width is NARROW_WIDTH at most, because workers wait until a whole window of them is free. It is more
     where neighbours would be FAR apart, and where there are too few groups to keep a GPU busy.
     """
-    busy = ENOUGH // max(1, tiling.problem.groups)
+    busy = ENOUGH // max(1, tiling.panels)
     near = circle // max(1, FAR // tiling.shape.m)
     return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, circle // apart), busy))
 
@@ -309,7 +309,7 @@ def _level_blocks(tiling: Tiling) -> tuple[Ints, Bools]:
     Chains of grouped heads drift apart the longer they run: they are at different query heads at a time. If all chains
     end at one q tile, every other block follows `last`, after which all chains begin together again.
     """
-    groups, grouped = tiling.problem.groups, tiling.problem.group > 1
+    groups, grouped = tiling.panels, tiling.heads > 1
     in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG
     chains = LEVEL_BLOCKS[not grouped and tiling.num_kv > SHORT]
     heads = min(-(-chains // max(1, tiling.num_kv)), -(-groups // 2))

@@ -25,7 +25,7 @@ class Tasks:
 
     @staticmethod
     def of(tiling: Tiling) -> Tasks:
-        return Tasks(*_list_tasks(tiling.state, tiling.spans, tiling.problem.group))
+        return Tasks(*_list_tasks(tiling.state, tiling.spans, tiling.heads))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
         place = chain * (1 + rules.visit.max(initial=0)) + rules.visit
         sequence = np.argsort(place, kind="stable")  # fast where long runs are already sorted, up or down
         head, q = head[sequence], q[sequence]  # chains stay in their places
-    first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * tiling.problem.group)])
+    first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * tiling.heads)])
     target = head * tiling.num_q + q
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:

@@ -18,7 +18,7 @@ def ranked(tiling: Tiling, width: int) -> tuple[Template, Ints, Ints]:
     Every chain visits next a tile of its own that no other chain adds to at that moment, or else the tile that is free
     soonest. Returns the template, the chains as they are launched, and the window of each chain.
     """
-    tasks, group = Tasks.of(tiling), tiling.problem.group
+    tasks, group = Tasks.of(tiling), tiling.heads
     head, q = tasks.head, tasks.q
     first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * group)])
     launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, Span.COUNT]))

@@ -59,5 +59,5 @@ class Order:
     @staticmethod
     def of_one(tiling: Tiling, choice: Choice, template: Template, rounds: Rounds) -> Order:
         """All groups follow one template, in one block."""
-        same = np.zeros(tiling.problem.groups, np.int64)
+        same = np.zeros(tiling.panels, np.int64)
         return Order(tiling, choice, (template,), (rounds,), same, same)

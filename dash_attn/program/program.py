@@ -58,7 +58,8 @@ PlaceRule = Literal["dealt", "balanced", "faster"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the planes and of their tiles."""
+    """Sizes of the planes and of their tiles. A panel has `group` q heads; `heads_kv` counts the panels of a sequence, of
+    which `share` neighbours have the same keys and values."""
 
     batch: int
     heads_kv: int
@@ -67,6 +68,7 @@ class Geometry:
     len_k: int
     tile_m: int
     tile_n: int
+    share: int = 1
 
     @property
     def num_q(self) -> int:
@@ -249,7 +251,8 @@ class Program:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the order. Neither the cut into runs nor the launch queue changes it."""
-        digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
+        sizes = {name: size for name, size in asdict(self.geometry).items() if (name, size) != ("share", 1)}
+        digest = hashlib.sha256(repr((FORMAT, sorted(sizes.items()))).encode())
         orders = dict[tuple[int, int], bytes]()  # chains that share runs are hashed once
         for *name, first, count in self.chains[np.lexsort(self.chains[:, Chain.KV_TILE :: -1].T)].tolist():
             if (first, count) not in orders:

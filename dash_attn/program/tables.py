@@ -14,19 +14,20 @@ def build(order: Order, queue: Queue) -> Program:
     """Freeze an order and its launch queue into tables."""
     tiling = order.tiling
     problem, shape = tiling.problem, tiling.shape
+    share = problem.group // tiling.heads
     coded = [encode(template, tiling) for template in order.templates]
     run_begin = np.concatenate([[0], np.cumsum([len(runs) for runs, _ in coded])])
 
-    groups = np.arange(problem.groups)
-    runs_of = np.stack([first for _, first in coded])[order.template_of]  # group x (num_kv + 1)
-    chains = np.empty((len(groups), tiling.num_kv, len(CHAIN)), np.int32)
-    chains[..., Chain.BATCH] = (groups // problem.heads_kv)[:, None]
-    chains[..., Chain.KV_HEAD] = (groups % problem.heads_kv)[:, None]
+    panels, in_batch = np.arange(tiling.panels), problem.heads_q // tiling.heads
+    runs_of = np.stack([first for _, first in coded])[order.template_of]  # panel x (num_kv + 1)
+    chains = np.empty((len(panels), tiling.num_kv, len(CHAIN)), np.int32)
+    chains[..., Chain.BATCH] = (panels // in_batch)[:, None]
+    chains[..., Chain.KV_HEAD] = (panels % in_batch)[:, None]
     chains[..., Chain.KV_TILE] = np.arange(tiling.num_kv)
     chains[..., Chain.FIRST_RUN] = run_begin[order.template_of][:, None] + runs_of[:, :-1]
     chains[..., Chain.NUM_RUNS] = np.diff(runs_of)
     return Program(
-        Geometry(problem.batch, problem.heads_kv, problem.group, problem.len_q, problem.len_k, shape.m, shape.n),
+        Geometry(problem.batch, in_batch, tiling.heads, problem.len_q, problem.len_k, shape.m, shape.n, share),
         str(order.choice),
         str(problem.mask),
         queue.place,

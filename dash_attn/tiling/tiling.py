@@ -13,6 +13,9 @@ from dash_attn.jit import compiled
 from dash_attn.problem import Problem
 
 
+UNCUT = 8192  # keys from which on a panel has all q heads of a kv head
+
+
 class TileState(IntEnum):
     """What a tile asks of the kernel: nothing, element masking, or plain products."""
 
@@ -50,11 +53,20 @@ class Tiling:
 
     `state[n, m]` is the TileState of kv tile n and q tile m. A tile is PARTIAL if a pair in it is masked or if it
     reaches past the last key. Rows past the last query need no mask, because their probabilities are zero.
+
+    Panels of `heads` q heads are ordered by themselves: all q heads of a kv head, or one. Where it is one, the chain of
+    a kv tile is cut, and dK and dV of the panels are summed.
     """
 
     problem: Problem
     shape: TileShape
     state: npt.NDArray[np.uint8]
+    heads: int
+
+    @property
+    def panels(self) -> int:
+        """Panels of all sequences; each has chains and turns of its own."""
+        return self.problem.batch * self.problem.heads_q // self.heads
 
     @property
     def num_q(self) -> int:
@@ -102,7 +114,16 @@ def tile(problem: Problem, shape: TileShape) -> Tiling:
     state = _states(lo, hi, shape.m, shape.n, num_kv)
     if problem.mask.tiles is not None:
         state *= _allowed(problem, shape, (num_q, num_kv)).T
-    return Tiling(problem, shape, state)
+    return Tiling(problem, shape, state, panel_heads(problem))
+
+
+def panel_heads(problem: Problem) -> int:
+    """Q heads of a panel: one, where chains over all q heads of a kv head would be too few to fill a GPU.
+
+    Bits follow from it. So it looks at the sequence alone, never at how many sequences or heads there are.
+    """
+    mask = problem.mask
+    return 1 if problem.len_k < UNCUT and mask.documents is None and mask.tiles is None else problem.group
 
 
 def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
@@ -111,7 +132,7 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     expected = (-(-problem.len_k // shape.n), -(-problem.len_q // shape.m))
     if states.shape != expected or states.max(initial=0) > TileState.FULL:
         raise ValueError(f"states must be 0, 1 or 2 for each of {expected[0]} kv tiles x {expected[1]} q tiles")
-    return Tiling(problem, shape, states)
+    return Tiling(problem, shape, states, panel_heads(problem))
 
 
 @compiled

@@ -193,12 +193,12 @@ def _program(tiling: Tiling, start: Simulation, timetable: Timetable) -> Program
     head, q = tasks.head[by_time], tasks.q[by_time]
     templates: list[Template] = []
     rounds: list[Rounds] = []
-    for group in range(tiling.problem.groups):
+    for group in range(tiling.panels):
         mine = slice(int(first[group * n]), int(first[(group + 1) * n]))
         chain_first = first[group * n : (group + 1) * n + 1] - first[group * n]
         templates.append(Template(chain_first, head[mine], q[mine], turn[mine]))
         rounds.append([[(chain,) for chain in range(n)]])
-    each = np.arange(tiling.problem.groups)
+    each = np.arange(tiling.panels)
     order = Order(tiling, Choice("exact"), tuple(templates), tuple(rounds), each, each)
     return build(order, _queue(start, timetable))
 

@@ -50,6 +50,7 @@ class Buffers:
 
     queries: list[QueryTile]
     keys: list[KeyTile]
+    parts: tuple[Tensor, Tensor] | None  # dK and dV of cut chains, fp32 (batch, panels, keys, dim)
 
     @staticmethod
     def of(problem: Problem, geometry: Geometry, operands: Operands, grads: Gradients) -> Buffers:
@@ -69,13 +70,19 @@ class Buffers:
             grads.dq.transpose(1, 2),
         )
         index = torch.arange(problem.len_k, dtype=torch.int32).expand(k.shape[:3])
-        keys = (k, v, index, grads.dk.transpose(1, 2), grads.dv.transpose(1, 2))
+        parts = None
+        dk, dv = grads.dk.transpose(1, 2), grads.dv.transpose(1, 2)
+        if geometry.share > 1:
+            k, v, index = (x.repeat_interleave(geometry.share, 1) for x in (k, v, index))
+            dk, dv = parts = torch.empty_like(k), torch.empty_like(v)
+        keys = (k, v, index, dk, dv)
         return Buffers(
             [QueryTile(*parts) for parts in zip(*(_tiles(x, geometry.tile_m) for x in queries), strict=True)],
             [
                 KeyTile(k, k.t(), v.t(), index, dk, dv)
                 for k, v, index, dk, dv in zip(*(_tiles(x, geometry.tile_n) for x in keys), strict=True)
             ],
+            parts,
         )
 
 

@@ -70,7 +70,7 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
         placed = placement(plan, workers)
     except TooFewWorkers as error:
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
-    cfg = config_of(problem, options)
+    cfg = replace(config_of(problem, options), cut=plan.program.geometry.share > 1)
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     return Launch(cfg, DeviceTables.of(plan.program, placed, rows, device), problem.softmax_scale)
 
