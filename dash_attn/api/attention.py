@@ -164,7 +164,8 @@ def attention(
                    wait for it. Under torch.compile a list is part of the compiled code, a tensor's values may change
     mask           any dash_attn Mask beside, for instance dash_attn.tiles(cells, 256, 256); masks intersect
     scale          dim ** -0.5 if not given
-    policy         the order of the backward: 'auto', a policy's name, or 'name:width'
+    policy         the order of the backward: 'auto', a policy's name, or 'name:width'. '@head' behind it orders each
+                   query head by itself: faster where one sequence has few key/value heads, and other bits
     deterministic  None: yes, unless FLASH_ATTENTION_DETERMINISTIC=0 at this call and torch does not insist
     return_lse     also give the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens);
                    it carries no gradient

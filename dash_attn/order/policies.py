@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dash_attn.order.rules import Rules, Tasks, apply, met_until, offsets, windows
 from dash_attn.order.search import ranked
-from dash_attn.order.types import Choice, Ints, Order, Rounds, Template
+from dash_attn.order.types import BY_HEAD, Choice, Ints, Order, Rounds, Template
 from dash_attn.tiling import Span, Tiling
 
 # Every constant here fixes bits: another value is another order with another fingerprint. Nothing here may follow the
@@ -260,20 +260,22 @@ def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
 
 
 def parse(text: str) -> Choice:
-    """'shift' or 'shift:64'."""
+    """'shift', 'shift:64' or 'shift:64@head'."""
+    text, by_head = text.removesuffix(BY_HEAD), text.endswith(BY_HEAD)
     name, colon, width = text.partition(":")
     if colon and not width.isdigit():
         raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
-    return Choice(name, int(width) if width else None)
+    return Choice(name, int(width) if width else None, by_head)
 
 
 def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
-    """Order a tiling by a policy: its name, 'name:width', or 'auto'."""
+    """Order a tiling by a policy: its name, 'name:width', or 'auto', each with '@head' behind it or not."""
     choice = parse(policy) if isinstance(policy, str) else policy
+    tiling = tiling.by_head() if choice.by_head else tiling
     if choice.policy == "auto":
         if choice.width is not None:
             raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
-        choice = choose(tiling)
+        choice = replace(choose(tiling), by_head=choice.by_head)
     if choice.policy not in POLICIES:
         raise ValueError(f"unknown policy {choice.policy!r}: choose from auto, {', '.join(POLICIES)}")
     rule = POLICIES[choice.policy]

@@ -12,6 +12,7 @@ from dash_attn.tiling import Tiling
 Ints = npt.NDArray[np.int64]
 Bundle = tuple[int, ...]  # chains of one group that one worker runs back to back
 Rounds = list[list[Bundle]]
+BY_HEAD = "@head"  # behind the name of a policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +31,15 @@ class Template:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows."""
+    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows. `by_head` orders
+    each q head by itself, instead of all q heads of a kv head together."""
 
     policy: str
     width: int | None = None
+    by_head: bool = False
 
     def __str__(self) -> str:
-        return self.policy if self.width is None else f"{self.policy}:{self.width}"
+        return f"{self.policy}{'' if self.width is None else f':{self.width}'}{BY_HEAD if self.by_head else ''}"
 
 
 @dataclass(frozen=True, eq=False)

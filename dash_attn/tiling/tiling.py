@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -11,9 +11,6 @@ import numpy.typing as npt
 
 from dash_attn.jit import compiled
 from dash_attn.problem import Problem
-
-
-UNCUT = 8192  # keys from which on a panel has all q heads of a kv head
 
 
 class TileState(IntEnum):
@@ -62,6 +59,10 @@ class Tiling:
     shape: TileShape
     state: npt.NDArray[np.uint8]
     heads: int
+
+    def by_head(self) -> Tiling:
+        """The same tiles in panels of one q head."""
+        return replace(self, heads=1)
 
     @property
     def panels(self) -> int:
@@ -114,16 +115,7 @@ def tile(problem: Problem, shape: TileShape) -> Tiling:
     state = _states(lo, hi, shape.m, shape.n, num_kv)
     if problem.mask.tiles is not None:
         state *= _allowed(problem, shape, (num_q, num_kv)).T
-    return Tiling(problem, shape, state, panel_heads(problem))
-
-
-def panel_heads(problem: Problem) -> int:
-    """Q heads of a panel: one, where chains over all q heads of a kv head would be too few to fill a GPU.
-
-    Bits follow from it. So it looks at the sequence alone, never at how many sequences or heads there are.
-    """
-    mask = problem.mask
-    return 1 if problem.len_k < UNCUT and mask.documents is None and mask.tiles is None else problem.group
+    return Tiling(problem, shape, state, problem.group)
 
 
 def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
@@ -132,7 +124,7 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     expected = (-(-problem.len_k // shape.n), -(-problem.len_q // shape.m))
     if states.shape != expected or states.max(initial=0) > TileState.FULL:
         raise ValueError(f"states must be 0, 1 or 2 for each of {expected[0]} kv tiles x {expected[1]} q tiles")
-    return Tiling(problem, shape, states, panel_heads(problem))
+    return Tiling(problem, shape, states, problem.group)
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from . import forwards
 from .config import HEAD_DIMS, KernelConfig, select
 from .launch import Launch
 from .tables import DeviceTables
-from .workspace import Workspace
+from .workspace import Workspace, parts_shape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_BATCHES = 32767  # a launch has two CTAs for each in a dimension of at most 65,535
@@ -59,8 +60,10 @@ class Sm90Backend:
         return resident_workers(self.device)
 
     def workspace_bytes(self, plan: Plan) -> int:
-        problem = plan.problem
-        return Workspace.nbytes(config_of(problem), problem.batch * problem.heads_q, problem.len_q)
+        problem, g = plan.problem, plan.program.geometry
+        cfg, planes = config_of(problem), problem.batch * problem.heads_q
+        parts = parts_shape(replace(cfg, cut=True), planes, problem.len_k) if g.share > 1 else (0,)
+        return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(parts)
 
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:

@@ -92,6 +92,7 @@ NAMED_BARRIER_THREADS = {
     NamedBarrier.GROUP_1: WARPGROUP,
 }
 
+
 def ring_depth_needed(chain_entries: int) -> int:
     """Entries of the task ring that can be written before the slowest writer has read the first of them.
 

@@ -11,8 +11,8 @@ import hashlib
 import logging
 import os
 import tempfile
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple

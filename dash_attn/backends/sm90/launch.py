@@ -13,7 +13,7 @@ from .alignment import Alignment, aligned
 from .cache import kernels
 from .config import KernelConfig
 from .tables import DeviceTables
-from .workspace import Workspace, converted, parts_of
+from .workspace import Workspace, converted, parts_shape
 
 LOG2_E = 1.4426950408889634
 
@@ -67,6 +67,9 @@ class Launch:
             if given is not copy:
                 given.copy_(copy)
 
+    def _parts(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        return parts_shape(self.cfg, q.shape[0] * q.shape[2], k.shape[1])
+
     def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
         dout, q, k, v, out, lse = operands
         stats: Any
@@ -81,7 +84,7 @@ class Launch:
         if self.clears:
             clear(self.cfg, self.tables, into.dq, workspace)
         self.prepare((dout, out, lse), stats)
-        parts = (parts_of(self.cfg, q, k),) if self.fold is not None else ()
+        parts = () if self.fold is None else (q.new_empty(self._parts(q, k), dtype=torch.float32),)
         facts = self.facts
         if parts or extra is not None:
             stats = (*workspace, *parts)

@@ -82,10 +82,9 @@ class Workspace(NamedTuple):
         return kept[1]
 
 
-def parts_of(cfg: KernelConfig, q: Tensor, k: Tensor) -> Tensor:
-    """Room for dV and dK of cut chains, fp32: a part for each q head."""
-    planes, n_kv = q.shape[0] * q.shape[2], -(-k.shape[1] // TILE_N)
-    return torch.empty((planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats), device=q.device, dtype=torch.float32)
+def parts_shape(cfg: KernelConfig, planes: int, len_k: int) -> tuple[int, int, int, int]:
+    """fp32 dV and dK of cut chains: a part for each q head."""
+    return planes, -(-len_k // TILE_N), cfg.chain_entries, 2 * cfg.half_floats
 
 
 def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
