@@ -31,8 +31,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows. `by_head` orders
-    each q head by itself, instead of all q heads of a kv head together."""
+    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows.
+
+    `by_head` orders each q head by itself, instead of all q heads of a kv head together.
+    """
 
     policy: str
     width: int | None = None

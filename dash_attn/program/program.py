@@ -58,8 +58,11 @@ PlaceRule = Literal["dealt", "balanced", "faster"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the planes and of their tiles. A panel has `group` q heads; `heads_kv` counts the panels of a sequence, of
-    which `share` neighbours have the same keys and values."""
+    """Sizes of the planes and of their tiles.
+
+    A panel has `group` q heads. `heads_kv` counts the panels of a sequence: its kv heads, or its q heads where each is
+    a panel of its own. Then `share` neighbours have the same keys and values, and their dK and dV are summed.
+    """
 
     batch: int
     heads_kv: int

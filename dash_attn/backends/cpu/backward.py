@@ -78,7 +78,8 @@ def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients)
         raise turnstiles.error
     if buffers.parts is not None:
         for grad, parts in zip((into.dk, into.dv), buffers.parts, strict=True):
-            first, *others = parts.unflatten(1, (-1, g.share)).unbind(2)
+            batch, panels, keys, dim = parts.shape
+            first, *others = parts.view(batch, panels // g.share, g.share, keys, dim).unbind(2)
             for other in others:  # in the order of the q heads
                 first.add_(other)
             grad.transpose(1, 2).copy_(first)

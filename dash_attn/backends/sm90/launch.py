@@ -67,8 +67,12 @@ class Launch:
             if given is not copy:
                 given.copy_(copy)
 
-    def _parts(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return parts_shape(self.cfg, q.shape[0] * q.shape[2], k.shape[1])
+    def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Room for dV and dK of cut chains, if chains are cut."""
+        if not self.cfg.cut:
+            return ()
+        shape = parts_shape(self.cfg, q.shape[0] * q.shape[2], k.shape[1])
+        return (torch.empty(shape, dtype=torch.float32, device=q.device),)
 
     def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
         dout, q, k, v, out, lse = operands
@@ -84,17 +88,16 @@ class Launch:
         if self.clears:
             clear(self.cfg, self.tables, into.dq, workspace)
         self.prepare((dout, out, lse), stats)
-        parts = () if self.fold is None else (q.new_empty(self._parts(q, k), dtype=torch.float32),)
-        facts = self.facts
-        if parts or extra is not None:
+        parts, facts = self._parts(q, k), self.facts
+        if parts:
             stats = (*workspace, *parts)
         if extra is not None:
-            stats, facts = (*stats, *extra.tensors), (*facts, *extra.addresses)
+            stats, facts = (*workspace, *parts, *extra.tensors), (*facts, *extra.addresses)
         self.main((q, dout, k, v, *into), stats, self.program, facts)
         if self.finish is not None:
             self.finish(workspace.dq_sum, into.dq, self.scale)
         if self.fold is not None:
-            self.fold(parts[0], (into.dv, into.dk), self.scale)
+            self.fold(*parts, (into.dv, into.dk), self.scale)
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
-from functools import partial
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../.."))

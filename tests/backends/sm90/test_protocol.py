@@ -145,7 +145,7 @@ def with_ring(depth):
 
 
 def test_the_depth_that_the_ring_needs_is_enough():
-    with_ring(barriers.RING_DEPTH_NEEDED)
+    with_ring(barriers.ring_depth_needed(1))
 
 
 def test_a_shallow_ring_is_noticed():

@@ -23,7 +23,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the main kernel is called with."""
     calls: list[Any] = []
     monkeypatch.setattr(backend, "resident_workers", lambda device: 7)
-    monkeypatch.setattr(launch, "kernels", lambda cfg: (lambda *args: None, lambda *args: calls.append(args), None))
+    monkeypatch.setattr(
+        launch, "kernels", lambda cfg: (lambda *args: None, lambda *args: calls.append(args), None, None)
+    )
     return calls
 
 

@@ -220,9 +220,8 @@ class DqWriter:
     def store_part(self, writer, entry, flags):
         """Stores a part of a cut chain's dV or dK as fp32. Nothing waits for it inside this kernel."""
         cta, cfg = self.cta, self.cta.cfg
-        kv_tile, head, batch = [
-            entry_word(cta, entry, w) for w in (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
-        ]
+        words = (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
+        kv_tile, head, batch = [entry_word(cta, entry, word) for word in words]
         plane = batch * cta.facts.heads_q + head
         for wg in self.halves(writer):
             half = half_slot(entry, wg)[0]
