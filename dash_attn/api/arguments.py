@@ -129,9 +129,8 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
 def check_policy(policy: str) -> None:
     """A known name. Whether it applies to the mask is found out when the problem is ordered."""
     if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
-        raise ValueError(
-            f"policy must be auto, {', '.join(POLICIES)}, or 'name:width', each with '@head' behind it or not; got {policy!r}"
-        )
+        named = f"auto, {', '.join(POLICIES)}, or 'name:width'"
+        raise ValueError(f"policy must be {named}, each with '@head' behind it or not; got {policy!r}")
 
 
 def check_flag(name: str, flag: bool | None) -> None:

@@ -88,7 +88,8 @@ class Launch:
         if self.clears:
             clear(self.cfg, self.tables, into.dq, workspace)
         self.prepare((dout, out, lse), stats)
-        parts, facts = self._parts(q, k), self.facts
+        parts = self._parts(q, k)
+        facts: tuple[float, ...] = self.facts
         if parts:
             stats = (*workspace, *parts)
         if extra is not None:

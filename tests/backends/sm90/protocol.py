@@ -49,6 +49,7 @@ class Entry(NamedTuple):
     task: Task | None = None
     begins: bool = False
     ends: bool = False
+    part: int = 0  # of a cut chain's end
 
     @property
     def fetches(self) -> bool:
@@ -203,7 +204,7 @@ class Producer(RoleModel):
     role = Role.PRODUCER
 
     def run(self) -> Steps:
-        task = 0
+        task, ends = 0, self.cta.cfg.chain_entries
         for i, chain in enumerate(self.cta.chains):
             count = len(chain.tasks)
             if not chain.tasks:
@@ -211,13 +212,14 @@ class Producer(RoleModel):
             for t, what in enumerate(chain.tasks):
                 what = what._replace(last=what.last and self.cta.cfg.last_finishes)
                 entry = Entry("task", i, what, begins=t == 0, ends=t + 1 == count)
-                yield from self.load_task(task, task + i, entry, (i, t))
+                yield from self.load_task(task, task + i * ends, entry, (i, t))
                 if entry.begins:
                     yield from self.load_kv(i, count)
                 task += 1
-            publish(self, task + i, Entry("grad", i))
+            for part in range(ends):
+                publish(self, task + i * ends + part, Entry("grad", i, part=part))
         for w in range(WRITERS):
-            publish(self, task + len(self.cta.chains) + w, Entry("end"))
+            publish(self, task + len(self.cta.chains) * ends + w, Entry("end"))
         yield "step"
 
     def load_task(self, task: int, number: int, entry: Entry, label: object) -> Steps:
@@ -252,21 +254,25 @@ class Consumer(RoleModel):
             self.arrive(name, index)
 
     def run(self) -> Steps:
-        cta, task = self.cta, 0
+        cta, task, ends = self.cta, 0, self.cta.cfg.chain_entries
         for i in range(len(cta.chains)):
             yield from self.wait("k_full", 0, i & 1)
             info = cta.info[i & 1]
             assert info is not None and info[0] == cta.k == i, "K of another chain"
             arrived = False
             if info[1] == 0:
-                yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
+                if not cta.cfg.cut:
+                    yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty")
                 self.leave("k_empty")
             for t in range(info[1]):
-                arrived = yield from self.task((task, task + i), (i, t), arrived)
+                arrived = yield from self.task((task, task + i * ends), (i, t), arrived)
                 task += 1
-            yield from self.hand_over_dk(i)
-            yield from self.hand_over_dv(i, task + i)
+            if cta.cfg.cut:
+                yield from self.hand_over_parts(i, task + i * ends)
+            else:
+                yield from self.hand_over_dk(i)
+                yield from self.hand_over_dv(i, task + i * ends)
 
     def task(self, numbers: tuple[int, int], label: tuple[int, int], arrived: bool) -> Generator[str, None, bool]:
         """Returns whether the next Q has arrived."""
@@ -310,7 +316,7 @@ class Consumer(RoleModel):
         assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
 
     def await_ds_buffers(self, entry: Entry) -> Steps:
-        if entry.begins:
+        if not self.cta.cfg.cut and entry.begins:
             yield from self.wait("dk_empty", 0, (entry.chain & 1) ^ 1)
 
     def stage_dq(self, number: int, entry: Entry) -> Steps:
@@ -345,6 +351,14 @@ class Consumer(RoleModel):
         self.cta.slots[half] = ("dv", chain)
         self.leave("dq_full", half)
 
+    def hand_over_parts(self, chain: int, number: int) -> Steps:
+        for part in range(self.cta.cfg.chain_entries):
+            half, phase = half_slot(number + part, self.wg)
+            yield from self.await_slot(half, phase)
+            assert self.cta.slots.get(half) is None, "the slot was not free"
+            self.cta.slots[half] = ("part", chain, part)
+            self.leave("dq_full", half)
+
 
 class DqWriter(RoleModel):
     role = Role.DQ_WRITER
@@ -369,7 +383,10 @@ class DqWriter(RoleModel):
             if entry.kind == "end":
                 return
             if entry.kind == "grad":
-                yield from self.store_dv(number, entry)
+                if cfg.cut:
+                    yield from self.store_part(number, entry)
+                else:
+                    yield from self.store_dv(number, entry)
             else:
                 yield from self.contribute(number, entry)
             number += stride
@@ -427,6 +444,11 @@ class DqWriter(RoleModel):
         if not self.cta.cfg.last_finishes:
             self.free(number)
 
+    def store_part(self, number: int, entry: Entry) -> Steps:
+        yield from self.take(number, ("part", entry.chain, entry.part))
+        if not self.cta.cfg.last_finishes:
+            self.free(number)
+
     def take(self, number: int, label: object) -> Steps:
         """Reads the halves, which must not change until all of them are read."""
         for wg in self.halves:
@@ -443,7 +465,7 @@ class DkWriter(RoleModel):
     role = Role.DK_WRITER
 
     def run(self) -> Steps:
-        for i in range(len(self.cta.chains)):
+        for i in range(0 if self.cta.cfg.cut else len(self.cta.chains)):
             yield from self.wait("dk_full", 0, i & 1)
             self.check_dk(i)
             yield "step"

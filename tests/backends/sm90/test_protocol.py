@@ -56,7 +56,7 @@ def test_random_programs(seed):
     verified = verify(program)
     placed = verified.on(max(verified.co_resident, rng.randrange(1, 9))).placement
     early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
-    how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8)
+    how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8, cut=rng.random() < 0.4)
     cfg = dataclasses.replace(PLAIN, finish=rng.choice(["last", "postpass"]), **how, **early)
     counters = {}
     parts = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
