@@ -206,24 +206,5 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     programs = [plan(problem, shape, name).verified for name in applicable(tile(problem, shape))]
     rows, results = policy_rows(programs, workers, model, record=True)
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
-    header = ["policy", "makespan", "bubble", "stall", "above the bound", "speed-up over fa3", "workers needed"]
-    body = [
-        [
-            row["policy"],
-            f"{row['makespan']:.2f}",
-            f"{row['bubble'] / (workers * row['makespan']):.1%}",
-            f"{row['stall'] / (workers * row['makespan']):.1%}",
-            f"{row['gap']:.1%}",
-            f"{row['speedup']:.2f}x",
-            str(row["co_resident"]),
-        ]
-        for row in rows
-    ]
-    section = viz.Section(
-        f"Schedules: {mask} mask",
-        f"The paper's model of time: {title}. A stall is a contribution that waits for its turn, a bubble a worker "
-        "with nothing to do.",
-        [header, *body],
-        results,
-    )
+    section = viz.schedules(results)
     return section, policy_table(rows, title)

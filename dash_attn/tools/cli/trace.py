@@ -35,14 +35,14 @@ def show_trace(trace: Trace, page: Path | None, perfetto: Path | None, keep: Pat
     from dash_attn.tools.viz.traced import Traced
 
     traced = Traced.of(trace)
-    workers = len(traced.found.sm)
+    workers = len(traced.run.sm)
     facts: dict[str, Any] = {
         "policy": trace.program.policy,
         "mask": trace.program.mask,
         "tasks": trace.program.num_tasks,
         "workers": workers,
-        "measured_us": traced.found.makespan,
-        "simulated_us": traced.result.makespan,
+        "measured_us": traced.run.makespan,
+        "simulated_us": traced.simulation.makespan,
         "untraced_us": trace.facts.get("us", {}),
         "same_bits": trace.facts.get("same_bits"),
         "gpu": trace.facts.get("gpu"),

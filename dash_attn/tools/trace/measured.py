@@ -197,7 +197,7 @@ WHAT = {
     "loads": "waiting for Q and dO between tasks",
     "gaps": "passing from stamp to stamp with nothing to wait for",
     "edges": "begin and end of chains: K, V, dK, dV",
-    "idle": "before the first and behind the last chain",
+    "bubble": "before the first and after the last chain of an SM",
     "turns": "(beside the tasks) contributions waiting their turn",
     "early": f"(part of slots) waits longer than {EARLY:.0f} tasks: ahead of the others",
 }
@@ -214,7 +214,7 @@ class Shares:
     loads: float
     gaps: float
     edges: float
-    idle: float
+    bubble: float
     turns: float
     early: float
 
@@ -242,7 +242,7 @@ def shares(found: Measured) -> Shares:
     before = float((begin - since).sum())
     after = float((chain["staged"] - chain["begun"] - chain_passing).sum())
     last = chain["staged"][found.trace.placement.first[1:] - 1]
-    idle = float((found.makespan - last).sum() + found.start.sum())
+    bubble = float((found.makespan - last).sum() + found.start.sum())
     # The tie stamp of a chain comes a moment behind its last task: that moment is part of the edge.
     task_end = np.zeros(len(chain["begun"]))
     ends = found.trace.program.task_first[found.trace.placement.chains + 1] - 1
@@ -251,4 +251,4 @@ def shares(found: Measured) -> Shares:
     turns = float((found.granted - task["staged"]).sum())
     early = float(blocked[blocked > EARLY * usual(found.pitch())].sum())
     edges = before + after + float(task_end.sum())
-    return Shares(whole, own, slots, float(late.sum()), gaps, edges, idle, turns, early)
+    return Shares(whole, own, slots, float(late.sum()), gaps, edges, bubble, turns, early)

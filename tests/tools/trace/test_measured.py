@@ -50,7 +50,7 @@ def test_shares_add_up(policy: str) -> None:
     program = program_of("causal", policy)
     found = measured(synthetic(program, 12, MODEL))
     sums, model = shares(found), simulate(program, 12, MODEL, record=False)
-    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.idle
+    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.bubble
     assert parts == pytest.approx(sums.whole, rel=1e-3)
     assert sums.compute == pytest.approx(
         (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3

@@ -24,12 +24,12 @@ def share(image: np.ndarray, colour: str) -> float:
     return float((np.abs(image - 255 * palette.rgb(colour)).sum(-1) < 12).mean())
 
 
-def test_png_shows_bars_stalls_and_idle_time(simulated, tmp_path: Path) -> None:
+def test_png_shows_bars_stalls_and_bubbles(simulated, tmp_path: Path) -> None:
     image = pixels(gantt(simulated("fa3", n=8), tmp_path / "a.png"))
     assert share(image, palette.RAMP[0]) > 0.005
     assert share(image, palette.RAMP[-1]) > 0.005
     assert share(image, palette.STALL) > 0.01
-    assert share(image, palette.IDLE) > 0.01
+    assert share(image, palette.BUBBLE) > 0.01
 
 
 def test_no_stall_is_drawn_where_there_is_none(simulated, tmp_path: Path) -> None:
