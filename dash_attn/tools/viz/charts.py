@@ -31,11 +31,13 @@ class Chart:
     def facts(self) -> list[tuple[str, str]]:
         """The numbers, by name. Stalls and bubbles are shares of the time of all workers."""
         unit, whole = self.timeline.unit, self.timeline.workers * self.makespan or 1.0
+        # A worker goes on while its writer waits, so such a stall is no part of the worker's time.
+        stall = "stall beside compute" if self.timeline.overlapping else "stall"
         bound = [] if self.lower_bound is None else [("lower bound", f"{self.lower_bound:.5g} {unit}")]
         return [
             ("makespan", f"{self.makespan:.5g} {unit}"),
             *bound,
-            ("stall", f"{self.stall / whole:.1%}"),
+            (stall, f"{self.stall / whole:.1%}"),
             ("bubble", f"{self.bubble / whole:.1%}"),
         ]
 

@@ -41,8 +41,8 @@ def schedules(simulations: Sequence[Simulation]) -> Section:
     ]
     program, workers, model = simulations[0].program, simulations[0].workers, simulations[0].model
     size = f"{program.geometry.num_q} x {program.geometry.num_kv} tiles a head, {len(program.chains)} chains"
-    cost = f"of each task, compute takes {model.compute:g} {model.unit} and reduce {model.reduce:g} {model.unit}"
-    text = f"{size}, {workers} workers. Simulated in the {model.name} model: {cost}."
+    cost = f"For each task, in {model.unit}: compute {model.compute:g}, reduce {model.reduce:g}."
+    text = f"{size}, {workers} workers. Simulated in the {model.name} model. {cost}"
     return Section(f"Schedules: {program.mask} mask", text, [header, *rows], simulations, best=best(drawn))
 
 

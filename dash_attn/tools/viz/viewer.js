@@ -149,7 +149,7 @@ class Chart {
     g.clip();
     g.textAlign = "center";
     g.textBaseline = "middle";
-    const room = this.labelRoom(g);
+    const room = this.labelRoom(g), labels = [];
     for (let row = 0; row < this.meta.workers; row++) {
       const gap = this.rowHeight > 9 ? 1 : 0, edge = this.x(0);
       g.fillStyle = theme.bubble;
@@ -171,8 +171,8 @@ class Chart {
             g.fillRect(left, top, Math.max(right - left - seam, 0.5), high);
             const [from, to] = [Math.max(left, GUTTER), Math.min(right, this.width)];
             if (role[i] === COMPUTE && to - from >= room) {
-              g.fillStyle = rgb[0] * 0.299 + rgb[1] * 0.587 + rgb[2] * 0.114 > 133 ? "#1f2430" : "#fff";
-              g.fillText(q[task[i]], (from + to) / 2, top + high / 2 + 0.5);
+              const light = rgb[0] * 0.299 + rgb[1] * 0.587 + rgb[2] * 0.114 > 133;
+              labels.push([q[task[i]], (from + to) / 2, top + high / 2 + 0.5, light ? "#1f2430" : "#fff", `rgb(${rgb})`]);
             }
             continue;
           }
@@ -183,6 +183,19 @@ class Chart {
     const { makespan, bound } = this.meta;
     if (this.ends === 2) this.rule(g, bound, [4, 3], 1.3, 1, "lower bound");
     this.rule(g, makespan, [], 2, 0, bound !== null && this.ends === 1 ? "makespan = lower bound" : "makespan");
+    this.labelRoom(g);
+    g.textAlign = "center";
+    g.lineWidth = 4;
+    g.lineJoin = "round";
+    const ends = [makespan, bound ?? makespan].map((time) => this.x(time));
+    for (const [text, x, y, ink, ground] of labels) {
+      if (ends.some((end) => Math.abs(end - x) < room)) { // the line must not read as a digit
+        g.strokeStyle = ground;
+        g.strokeText(text, x, y);
+      }
+      g.fillStyle = ink;
+      g.fillText(text, x, y);
+    }
     g.restore();
     this.frame(g);
   }
@@ -206,22 +219,23 @@ class Chart {
   // A line at a time, with its name above the rows.
   rule(g, time, dash, width, line, name) {
     const x = this.x(time) - width / 2, text = `${name} ${number(Number(time.toPrecision(5)))}`;
+    if (x < GUTTER || x > this.width) return;
+    g.font = 12 + FONT;
+    // The name stands left of its line, else right of it. Where it fits on neither side, the line begins below it.
+    const wide = g.measureText(text).width, right = Math.min(x + 5, this.width - wide - 2);
+    const left = x - wide - 5 > GUTTER ? x - wide - 5 : right, crossed = left < x && left + wide > x;
     g.strokeStyle = theme.ink;
     g.lineWidth = width;
     g.setLineDash(dash);
     g.beginPath();
-    g.moveTo(x, LABEL * line + 2);
+    g.moveTo(x, LABEL * (line + crossed) + 2);
     g.lineTo(x, this.bottom);
     g.stroke();
     g.setLineDash([]);
-    if (x < GUTTER || x > this.width) return;
-    g.font = 12 + FONT;
     g.fillStyle = theme.ink;
     g.textBaseline = "middle";
-    // Left of its line if there is room, else as far right as the text stays whole.
-    const wide = g.measureText(text).width, left = x - wide - 5;
     g.textAlign = "left";
-    g.fillText(text, left > GUTTER ? left : Math.min(x + 5, this.width - wide - 2), LABEL * (line + 0.5) + 1);
+    g.fillText(text, left, LABEL * (line + 0.5) + 1);
   }
   frame(g) {
     const bottom = this.bottom;

@@ -88,6 +88,8 @@ def test_every_chart_is_drawn_without_an_error(browser: Browser, page: Path) -> 
 @pytest.mark.parametrize("touch", [False, True])
 def test_pointing_and_tapping_tell_the_same(browser: Browser, page: Path, simulations, touch: bool) -> None:
     browser.open(page, **(PHONE if touch else {}))
+    hints = browser.run("[...document.querySelectorAll('.hint')].map((e) => e.getClientRects().length > 0)")
+    assert hints == [not touch, touch]  # for a mouse, for fingers
     event, names = waiting(simulations[0]), simulations[0].timeline.names
     x, y = place(browser, (event.begin + event.end) / 2, event.worker)
     if touch:
