@@ -26,8 +26,8 @@ Table = list[list[str]]
 
 HEADINGS = {
     "grid": "Throughput",
-    "grid_close": "Throughput, timed again with fewer variants",
-    "grid_ours": "Throughput of our orders alone",
+    "grid_close": "Throughput of the contenders by themselves",
+    "grid_ours": "Throughput of our orders",
     "price": "Price of determinism",
     "models": "Attention of known models",
     "padded": "Padded head dims",

@@ -14,6 +14,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from dash_attn.timeline import COMPUTE, REDUCE, STALL, Timeline
@@ -95,7 +96,7 @@ def draw(
     for row in range(rows):
         axes.add_patch(Rectangle((0, row + gap), drawn.makespan, 1 - 2 * gap, color=palette.BUBBLE, lw=0))
     _bars(axes, line, colour, gap)
-    _labels(axes, line, colour, label)
+    _labels(axes, drawn, colour, label)
     axes.axvline(drawn.makespan, color=palette.INK, lw=1.6, clip_on=False)
     if drawn.lower_bound is not None:
         axes.axvline(drawn.lower_bound, color=palette.INK, lw=1.1, ls=(0, (3, 2)), clip_on=False)
@@ -138,8 +139,10 @@ def _bars(axes: Axes, line: Timeline, colour: ColourBy, gap: float) -> None:
         axes.add_collection(bars, autolim=False)
 
 
-def _labels(axes: Axes, line: Timeline, colour: ColourBy, label: Label) -> None:
+def _labels(axes: Axes, drawn: Chart, colour: ColourBy, label: Label) -> None:
     """Names in the bars, all in one size. A bar that is too small for the longest name has none."""
+    line = drawn.timeline
+    ends = [drawn.makespan, drawn.makespan if drawn.lower_bound is None else drawn.lower_bound]
     texts = [label(line, event.role, event.task) for event in line]
     longest = LETTER * max(map(len, texts), default=0)
     if not longest:
@@ -157,10 +160,13 @@ def _labels(axes: Axes, line: Timeline, colour: ColourBy, label: Label) -> None:
         if not text or (event.end - event.begin) * points < size * longest:
             continue
         ground = fill[key[event.task]] * (palette.REDUCE_SHADE if event.role == "reduce" else 1.0)
+        # A line at the end of something must not read as a digit.
+        crossed = any(event.begin < end < event.end for end in ends)
         axes.text(
             (event.begin + event.end) / 2,
             event.worker + middle,
             text,
+            path_effects=[withStroke(linewidth=3, foreground=ground)] if crossed else [],
             ha="center",
             va="center_baseline",
             size=size,

@@ -356,7 +356,10 @@ def finished(sheet: Sheet) -> Figure:
 
 DRAWN: dict[str, Callable[[Mapping[str, Any], Theme], Figure]] = {
     "grid": throughput,
+    "grid_close": throughput,
+    "grid_ours": throughput,
     "models": models,
+    "padded": models,
     "price": prices,
     "length": lengths,
     "block": blocks,

@@ -58,8 +58,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_an_audit_is_a_suite(tmp_path: Path) -> None:
-    made = read(write(tmp_path / "a.json", audit()))
+    file = write(tmp_path / "a.json", audit())
+    made = read(file)
     assert made["suite"] == "audit" and made["rows"] == audit()["entries"]
+    assert plot([file], tmp_path) == []
 
 
 def test_files_of_one_suite_are_put_together(tmp_path: Path) -> None:
