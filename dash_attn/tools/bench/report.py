@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dash_attn.order import POLICIES
@@ -17,14 +15,6 @@ TableText = tuple[list[str], list[list[str]]]  # header, lines
 BASELINE = "fa4 det"
 # The deterministic and the other variant of one library: their times give the price of determinism.
 PAIRS = {"ours": ("default", "any"), "fa4": ("fa4 det", "fa4"), "fa2": ("fa2 det", "fa2")}
-
-
-def is_audit(path: Path) -> bool:
-    """Whether a file is a report of `dash-attn audit`, which may lie beside the results of `dash-attn bench`."""
-    try:
-        return "entries" in json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, TypeError):
-        return False
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dash_attn.tools.bench.report import Row, default_of, is_ours, median
+from dash_attn.tools.bench.report import Row, geometric_mean, is_ours, speed, times
 from dash_attn.tools.viz.plots import NAMES, OURS, Theme, dressed, finished, new_sheet
 
 PEERS = {"fa4 det": "FA4 deterministic", "fa4": "FA4"}
@@ -42,7 +41,7 @@ class Against:
     @property
     def mean(self) -> float:
         """The geometric mean."""
-        return math.exp(sum(math.log(each.ratio) for each in self.cells) / len(self.cells))
+        return geometric_mean(each.ratio for each in self.cells)
 
     @property
     def worst(self) -> Speedup:
@@ -57,18 +56,16 @@ class Against:
     @property
     def texts(self) -> tuple[str, str]:
         """Mean and worst."""
-        return f"{self.mean:.2f}x", f"{self.worst.ratio:.2f}x"
+        return times(self.mean), times(self.worst.ratio)
 
 
 def against(rows: Sequence[Row], peer: str) -> Against | None:
     """Our default against a peer, over the cells that timed both; None where none did."""
-    cells = []
-    for row in rows:
-        if "us" not in row:
-            continue
-        own, theirs = median(row, default_of(row)), median(row, peer)
-        if own and theirs:
-            cells.append(Speedup(str(row["cell"]), theirs / own, peer in row.get("failed", {})))
+    cells = [
+        Speedup(str(row["cell"]), ratio, peer in row.get("failed", {}))
+        for row in rows
+        if "us" in row and (ratio := speed(row, peer))
+    ]
     return Against(peer, tuple(cells)) if cells else None
 
 

@@ -233,11 +233,11 @@ def blocks(result: Mapping[str, Any], theme: Theme) -> Figure:
     sheet = new_sheet(result, theme, 2, "Transformer block, forward and backward")
     (left, right), rows = sheet.axes, result["rows"]
 
-    def speed(row: Row, name: str) -> float | None:
+    def gain(row: Row, name: str) -> float | None:
         base, own = median(row, BASELINE), median(row, name)
         return base / own if base and own else None
 
-    made = {name: values for name, values in columns(rows, speed).items() if name != BASELINE}
+    made = {name: values for name, values in columns(rows, gain).items() if name != BASELINE}
     cells = [f"{row['model']} {short(row['shape']['len_q'])}" if "model" in row else row["cell"] for row in rows]
     bars(left, cells, made, base=1.0)
     left.axhline(1, color=theme.muted, lw=0.8)
