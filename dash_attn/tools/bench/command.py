@@ -92,8 +92,6 @@ def parser() -> Parser:
         type=float,
         help="of untimed calls before each sample (default 10): the more, the more are clocks those of a variant alone",
     )
-    made.add_argument("--programs", type=Path, help="folder of prepared programs, filled where it has none")
-    made.add_argument("--prepare", type=Path, help="only plan, into this folder: for machines without numba")
     made.add_argument("--out", type=Path, help="file.json, or a folder (default: benchmarks/results)")
     shape_options(made)
     return made
@@ -107,10 +105,6 @@ def main(arguments: Sequence[str]) -> int:
         if given is not None and given < allowed:
             raise ValueError(f"--{option.replace('_', '-')} must be at least {allowed}, got {given}")
     chosen = list(SUITES) if args.suite == "all" else [args.suite]
-    if args.prepare is not None:
-        made = sum(_settings(args, SUITES[n], None).ours.keep(c.problem) for n in chosen for c in cases_of(args, n))
-        print(f"prepared {made} programs in {args.prepare}")
-        return 0
     device = _device(args)
     failed = False
     for name in chosen:
@@ -164,7 +158,7 @@ def _case(args: argparse.Namespace, length: int, dim: int, mask: Any) -> Case:
     return Case(f"{problem.batch}x{length} {args.nheads}/{kv} heads d{dim} {mask}", problem)
 
 
-def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | None) -> Settings:
+def _settings(args: argparse.Namespace, suite: Suite, device: torch.device) -> Settings:
     peers = suite.quick_peers if args.quick else suite.peers
     if args.peers is not None:
         words = {("all",): tuple(PEERS), ("none",): ()}
@@ -174,20 +168,17 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
         if parse(policy).policy not in ("auto", *POLICIES):
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
-    ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
+    ours = Ours(policies, unordered, tuple(args.config))
     usual = (5, 25.0) if args.quick else (15, 100.0)
     how = (args.rounds or usual[0], args.budget_ms or usual[1], args.lead_ms or Timing.lead_ms)
-    return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
+    return Settings(Timing(device, *how), ours, peers, args.deterministic)
 
 
 def _device(args: argparse.Namespace) -> torch.device:
     if args.cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
-            "no CUDA GPU here: throughput is measured on Hopper GPUs. --cpu runs a tiny case on the CPU, "
-            "--prepare FOLDER plans for a GPU elsewhere"
-        )
+        raise ValueError("no CUDA GPU here: throughput is measured on Hopper GPUs. --cpu runs a tiny case on the CPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 
