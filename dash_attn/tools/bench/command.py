@@ -134,7 +134,7 @@ def cases_of(args: argparse.Namespace, name: str) -> list[Case]:
     if args.batch_size is not None or args.nheads_kv is not None:
         raise ValueError("--batch-size and --nheads-kv go with --nheads")
     suite = SUITES[name]
-    if args.cpu:
+    if args.cpu and name != "host":
         some = TINY_BLOCK.cases() if name == "block" else cases.tiny()
         some = [replace(case, problem=replace(case.problem, dtype="float32")) for case in some]
     else:
@@ -142,7 +142,7 @@ def cases_of(args: argparse.Namespace, name: str) -> list[Case]:
     some = [
         case
         for case in some
-        if case.problem.mask in masks
+        if (args.causal is None or case.problem.mask in masks)
         and case.problem.dim in (args.headdim or (case.problem.dim,))
         and case.problem.len_q in (args.seqlen or (case.problem.len_q,))
     ]

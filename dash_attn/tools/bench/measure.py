@@ -55,7 +55,7 @@ def measure(case: Case, settings: Settings) -> Row:
         "failed": {},
     }
     sets = input_sets(case.problem, device)
-    want = exact_part(case.problem, sets[0])
+    want = exact_part(case.problem, *sets[0][:4])
     ready: dict[str, list[Call]] = {}
     for variant in settings.variants(case):
         try:

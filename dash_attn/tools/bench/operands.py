@@ -119,10 +119,10 @@ def _hidden(mask: Mask, intervals: tuple[Tensor, ...], band: slice) -> tuple[sli
     return keys, hidden
 
 
-def exact_part(problem: Problem, given: Operands) -> Gradients:
+def exact_part(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Gradients of the last key/value head of the last sequence in float64: enough of a long problem to check it."""
     part = replace(problem, batch=1, heads_q=problem.group, heads_kv=1)
-    return exact(part, *(_part(problem, x) for x in given[:4])).gradients
+    return exact(part, *(_part(problem, x) for x in (dout, q, k, v))).gradients
 
 
 def error(problem: Problem, got: tuple[Tensor, ...], want: Gradients) -> float:

@@ -144,6 +144,18 @@ def blocks(result: Mapping[str, Any]) -> Table:
     return ["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines
 
 
+def hosts(result: Mapping[str, Any]) -> Table:
+    """Microseconds until a call returns, and how our forward and backward stands to torch's."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
+    lines = []
+    for row in result["rows"]:
+        ours, base = median(row, "attention"), median(row, "torch")
+        values = (median(row, name) for name in names)
+        ratio = f"{ours / base:.2f}x" if ours and base else "-"
+        lines.append([row["cell"], *("-" if x is None else f"{x:.0f}" for x in values), ratio])
+    return ["host us", *names, "attention/torch"], lines
+
+
 def deviations(result: Mapping[str, Any]) -> Table:
     """The paper's Table 1."""
     lines = []
@@ -173,6 +185,8 @@ def absent(result: Mapping[str, Any]) -> str:
 def tables(result: Mapping[str, Any]) -> list[Table]:
     """The tables of a suite."""
     suite = result.get("suite", "grid")
+    if suite == "host":
+        return [hosts(result)]
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
     priced = suite == "price" or any(price(row, "ours") is not None for row in result["rows"])
@@ -183,6 +197,6 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
 def summary(result: Mapping[str, Any]) -> str:
     """All that is to be said about a result."""
     parts = [text_table(*table) for table in tables(result)]
-    if result.get("suite") not in ("block", "deviation"):
+    if result.get("suite") not in ("block", "deviation", "host"):
         parts.append(ratios(result))
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

@@ -201,12 +201,15 @@ def control(device: torch.device, seconds: float) -> Finding:
     """Sums in the order of arrival must differ, or equal bits would show nothing."""
     name = "control: order of arrival"
     runs = unordered(device)
-    first, deadline = next(runs), time.perf_counter() + seconds
-    for count, run in enumerate(runs, 2):
-        if not all(torch.equal(x, y) for x, y in zip(run, first, strict=True)):
-            return Finding(name, "ok", f"run {count} differs from the first, as it should")
-        if time.perf_counter() > deadline:
-            break
+    try:
+        first, deadline = next(runs), time.perf_counter() + seconds
+        for count, run in enumerate(runs, 2):
+            if not all(torch.equal(x, y) for x, y in zip(run, first, strict=True)):
+                return Finding(name, "ok", f"run {count} differs from the first, as it should")
+            if time.perf_counter() > deadline:
+                break
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {error}")
     return Finding(name, "info", f"{count} runs agreed by chance", "run again: it shows what the order is good for")
 
 
