@@ -25,7 +25,7 @@ def sms() -> int:
 def prepared(
     problem: Problem, policy: str = "auto", workers: int | None = None, *, ordered: bool = True, **kernel: object
 ) -> Prepared:
-    """On `workers` SMs, on all if None. `kernel` are fields of the kernel's config that differ from the shipped ones."""
+    """On `workers` SMs, or on all. `kernel` are fields of the kernel's config that differ from the shipped ones."""
     margin = 0 if workers is None else sms() - workers
     return prepare(problem, policy, Options(ordered, margin, tuple(kernel.items())), DEVICE)
 
