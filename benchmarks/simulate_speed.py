@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, build
+from dash_attn.program import Program
 from dash_attn.simulate import Machine, Paper, simulate
 from dash_attn.tiling import TileShape, tile
 
@@ -27,7 +27,7 @@ MODELS = {"paper": Paper(), "machine": Machine()}
 
 def order(tokens: int, heads: int, mask: str, policy: str) -> Program:
     problem = Problem(1, heads, heads, tokens, tokens, mask=MASKS[mask])
-    return build(schedule(tile(problem, TileShape(64, 128)), policy))
+    return compose(tile(problem, TileShape(64, 128)), policy)
 
 
 def seconds(program: Program, model: str, repeats: int = 3) -> float:

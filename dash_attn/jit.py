@@ -1,22 +1,35 @@
-"""Loops over millions of tasks are compiled with numba; without it the same loops run, slowly, as plain Python."""
+"""Loops over millions of tasks are compiled with numba. Without numba the same loops run as plain Python, slowly."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 Loop = Callable[..., Any]
 
-try:
-    import numba
-except ImportError:  # pragma: no cover - numba is a declared dependency, machines without it stay usable
 
-    def compiled(function: Loop) -> Loop:
+def compiled(function: Loop) -> Loop:
+    """Compile a loop when it is first called, and keep the machine code on disk for the next process.
+
+    numba is imported by that first call, so a process that plans nothing never loads it.
+    """
+    loop: Loop | None = None
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        nonlocal loop
+        if loop is None:
+            loop = _with_numba(function)
+        return loop(*arguments)
+
+    return call
+
+
+def _with_numba(function: Loop) -> Loop:
+    try:
+        import numba
+    except ImportError:  # numba is a declared dependency, but a machine without it stays usable
         return function
-
-else:
-
-    def compiled(function: Loop) -> Loop:
-        """Compile on first call, keep the machine code on disk for the next process."""
-        wrapped: Loop = numba.njit(cache=True, nogil=True)(function)
-        return wrapped
+    loop: Loop = numba.njit(cache=True, nogil=True)(function)
+    return loop

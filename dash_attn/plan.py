@@ -1,13 +1,13 @@
-"""problem -> tiling -> schedule -> program -> verified plan: the whole of dash_attn but the arithmetic, cached."""
+"""problem -> tiling -> order -> program -> verified plan: all of dash_attn except the arithmetic, cached."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import Problem
-from dash_attn.program import Program, Sequences, build
+from dash_attn.program import Program, Sequences
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import Verified, verify
 
@@ -35,12 +35,10 @@ class Plan:
 @lru_cache(maxsize=256)
 def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
     """Order a problem by a policy ('name', 'name:width' or 'auto') and verify the result."""
-    return Plan(problem, verify(build(schedule(tile(problem, shape), policy))))
+    return Plan(problem, verify(compose(tile(problem, shape), policy)))
 
 
 @lru_cache(maxsize=256)
 def placement(planned: Plan, workers: int) -> Sequences:
-    """A placement on `workers` co-resident workers, verified; VerifyError says how many are needed if too few."""
-    placed = planned.verified.on(workers).placement
-    assert placed is not None
-    return placed
+    """A verified placement on `workers` co-resident workers. TooFewWorkers says how many are needed."""
+    return planned.verified.on(workers).placement

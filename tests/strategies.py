@@ -13,9 +13,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import POLICIES, Choice, Order, Template, applicable
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from dash_attn.program import Program, build
+from dash_attn.program import Program, Queue, build
 from dash_attn.tiling import TileShape, Tiling, grid, tile
 
 settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=1000)
@@ -103,15 +104,17 @@ def policy_programs(draw: st.DrawFn) -> Program:
     """A named policy, with any width it can take."""
     tiling = draw(tilings())
     name = draw(st.sampled_from(applicable(tiling)))
-    windowed = name in ("shift", "symmetric_shift", "diagonal", "search")
-    width = draw(st.none() | st.integers(1, 6)) if windowed else None
-    return build(schedule(tiling, Choice(name, width)))
+    width = draw(st.none() | st.integers(1, 6)) if POLICIES[name].windowed else None
+    return compose(tiling, Choice(name, width))
 
 
 @st.composite
-def arbitrary_schedules(draw: st.DrawFn) -> Schedule:
-    """Any order that can run at all: bundles are cut and launched at random, then run in a random interleaving of
-    at most `slots` at a time, which hands out the turns."""
+def arbitrary_orders(draw: st.DrawFn) -> tuple[Order, Queue]:
+    """Any order that can run at all, and a queue that runs it.
+
+    Bundles are cut and launched at random, and run in a random interleaving of at most `slots` at a time, which hands
+    out the turns.
+    """
     tiling = draw(grids())
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     groups, n = tiling.problem.batch * tiling.problem.heads_kv, tiling.num_kv
@@ -139,7 +142,9 @@ def arbitrary_schedules(draw: st.DrawFn) -> Schedule:
         turn[key].append(counter.setdefault((key[0], int(head), int(q)), 0))
         counter[key[0], int(head), int(q)] += 1
     templates = tuple(_template([(visits[g, kv], turn[g, kv]) for kv in range(n)]) for g in range(groups))
-    return Schedule(tiling, Choice("drawn"), templates, np.arange(groups), launch, bundle_first, "dealt")
+    rounds = tuple([[(kv,) for kv in range(n)]] for _ in range(groups))
+    each = np.arange(groups)
+    return Order(tiling, Choice("drawn"), templates, rounds, each, each), Queue(launch, bundle_first, "dealt")
 
 
 def _template(chains: list[tuple[np.ndarray, list[int]]]) -> Template:
@@ -149,4 +154,4 @@ def _template(chains: list[tuple[np.ndarray, list[int]]]) -> Template:
 
 
 def programs() -> st.SearchStrategy[Program]:
-    return policy_programs() | arbitrary_schedules().map(build)
+    return policy_programs() | arbitrary_orders().map(lambda made: build(*made))

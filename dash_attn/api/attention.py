@@ -42,9 +42,16 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
-        with torch.no_grad():
-            grads = ctx.prepared.backward(Operands(dout, *ctx.saved_tensors))
-        return *_differentiable_once(ctx, grads, dout), None
+        q, k, v, out, lse = ctx.saved_tensors
+        operands = Operands(dout, q, k, v, out, lse)
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                grads = ctx.prepared.backward(operands)
+            dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
+        else:
+            dq, dk, dv = ctx.prepared.backward(operands)
+        for_q, for_k, for_v, _ = ctx.needs_input_grad
+        return dq if for_q else None, dk if for_k else None, dv if for_v else None, None
 
 
 class TracedAttention(torch.autograd.Function):
@@ -66,15 +73,16 @@ class TracedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed, *ctx.order)
-        return *_differentiable_once(ctx, grads, dout), None, None, None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
+            grads = _differentiable_once(grads, dout, *ctx.saved_tensors[:3])
+        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return dq, dk, dv, None, None, None
 
 
-def _differentiable_once(ctx: Any, grads: tuple[Tensor, ...], dout: Tensor) -> list[Tensor | None]:
-    """The gradients that are needed. With create_graph=True they refuse to be differentiated; compiled code refuses
-    that by itself."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        grads = Once.apply(grads, dout, *ctx.saved_tensors[:3])  # type: ignore[no-untyped-call]
-    return [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The gradients, which refuse to be differentiated by the inputs."""
+    refusing: tuple[Tensor, ...] = Once.apply(grads, *inputs)  # type: ignore[no-untyped-call]
+    return refusing
 
 
 class Once(torch.autograd.Function):

@@ -1,17 +1,18 @@
-"""Who visits what, when."""
+"""Which tile is visited when, and in which turn it adds: what fixes the bits."""
 
-from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, choose, parse, schedule
-from dash_attn.order.types import Choice, Schedule, Template
+from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, parse
+from dash_attn.order.types import Choice, Order, Rounds, Template
 
 __all__ = [
     "AUTO_WIDTH",
     "POLICIES",
     "Choice",
+    "Order",
     "Policy",
-    "Schedule",
+    "Rounds",
     "Template",
     "applicable",
+    "arrange",
     "choose",
     "parse",
-    "schedule",
 ]

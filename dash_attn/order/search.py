@@ -7,27 +7,27 @@ import heapq
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.order.orders import Tasks, turns, windows
+from dash_attn.order.rules import Tasks, turns, windows
 from dash_attn.order.types import Ints, Template
-from dash_attn.tiling import Tiling
+from dash_attn.tiling import Span, Tiling
 
 
 def ranked(tiling: Tiling, width: int) -> tuple[Template, Ints, Ints]:
-    """Longest chains first, in windows of `width` that start together; every chain takes next, among its own
-    tiles, one that nobody adds to at the moment, or else the one that is free soonest.
+    """Longest chains first, in windows of `width` chains that start together.
 
-    Returns the template, the launch order of the chains, and the window of each chain.
+    Every chain visits next a tile of its own that no other chain adds to at that moment, or else the tile that is free
+    soonest. Returns the template, the chains as they are launched, and the window of each chain.
     """
     tasks, group = Tasks.of(tiling), tiling.problem.group
     head, q = tasks.head, tasks.q
-    first = np.concatenate([[0], np.cumsum(tiling.spans[:, 2] * group)])
-    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, 2]))
+    first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * group)])
+    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, Span.COUNT]))
     cut = windows(tiling.num_kv, width)
     target = head * tiling.num_q + q
     visit, finish = _list_schedule(first, target, launch, np.searchsorted(cut, np.arange(cut.max(initial=-1) + 2)))
     window = np.empty_like(cut)
     window[launch] = cut
-    # Nobody adds to one dQ tile at the same time as another, so (window, finish) ranks its contributions.
+    # One chain at a time adds to a dQ tile, so (window, finish) ranks the contributions.
     place = window[tasks.chain] * (1 + finish.max(initial=0)) + finish
     return Template(first, head[visit], q[visit], turns(target[visit], place)), launch, window
 

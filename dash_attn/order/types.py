@@ -1,9 +1,8 @@
-"""Schedule: who visits which tile when, and in which order each dQ tile is summed."""
+"""Order: which tile each chain visits when, and in which order each dQ tile is summed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +10,15 @@ import numpy.typing as npt
 from dash_attn.tiling import Tiling
 
 Ints = npt.NDArray[np.int64]
-PlaceRule = Literal["dealt", "balanced", "faster"]
+Bundle = tuple[int, ...]  # chains of one group that one worker runs back to back
+Rounds = list[list[Bundle]]
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
     """The order of one key/value head: tasks chain by chain, in visit order.
 
-    Chain n owns tasks first[n]:first[n+1]; task t visits q tile q[t] of query head head[t] (0-based inside the
+    Chain n owns tasks first[n]:first[n+1]. Task t visits q tile q[t] of query head head[t] (counted inside the
     group) and adds its dQ contribution as number turn[t].
     """
 
@@ -40,40 +40,24 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """Order (templates, which fix the bits) and launch sequence (which fixes only the speed).
+class Order:
+    """The order of a whole problem. It fixes every bit of the result and says nothing about workers.
 
-    Groups are the (batch, kv head) pairs; group g follows templates[template_of[g]]. Chain ids count
-    group by group: g * num_kv + n. `launch` holds every chain id once; `bundle_first` cuts it into bundles, chains
-    that one worker runs back to back.
+    A group is a (batch, kv head) pair, and chain n of group g has the number g * num_kv + n. Group g follows
+    templates[template_of[g]], and its bundles come in rounds[template_of[g]]: chains of one round may wait for each
+    other, and otherwise wait only for chains of earlier rounds. `block_of` numbers blocks of neighbouring groups; all
+    groups of a block follow one template.
     """
 
     tiling: Tiling
     choice: Choice
     templates: tuple[Template, ...]
+    rounds: tuple[Rounds, ...]
     template_of: Ints
-    launch: Ints
-    bundle_first: Ints
-    place: PlaceRule
+    block_of: Ints
 
-
-def every_group(tiling: Tiling, rounds: list[list[tuple[int, ...]]], at_once: int | None = None) -> tuple[Ints, Ints]:
-    """Launch the same bundles in every group: round by round, and inside a round group by group.
-
-    Chains of one round may wait for each other, chains of a later round only for earlier rounds. Running a round of
-    many groups before the next lets the windows that share the GPU belong to different heads. Many are as many as
-    have `at_once` bundles in a round, else all: more would leave the cache between one round and the next.
-    """
-    groups = tiling.problem.groups
-    each = [
-        (np.array([chain for bundle in bundles for chain in bundle], np.int64), np.array(list(map(len, bundles))))
-        for bundles in rounds
-        if bundles
-    ]
-    fewest = min((len(sizes) for _, sizes in each), default=1)
-    many = -(-at_once // fewest) if at_once else max(1, groups)
-    launch, cuts = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
-    for part in np.array_split(np.arange(groups), max(1, groups // many)):
-        launch += [(part[:, None] * tiling.num_kv + chains).ravel() for chains, _ in each]
-        cuts += [np.tile(sizes, len(part)) for _, sizes in each]
-    return np.concatenate(launch), np.cumsum(np.concatenate(cuts))
+    @staticmethod
+    def of_one(tiling: Tiling, choice: Choice, template: Template, rounds: Rounds) -> Order:
+        """All groups follow one template, in one block."""
+        same = np.zeros(tiling.problem.groups, np.int64)
+        return Order(tiling, choice, (template,), (rounds,), same, same)

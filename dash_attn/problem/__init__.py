@@ -1,4 +1,4 @@
-"""What is asked: masks and problems."""
+"""Masks and problems."""
 
 from dash_attn.problem.mask import CAUSAL, FULL, Documents, Mask, TileMask, documents, tiles, window
 from dash_attn.problem.problem import Problem

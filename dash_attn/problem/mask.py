@@ -1,8 +1,8 @@
 """Masks as values: which (query, key) pairs attend.
 
-Every mask except an explicit tile mask gives each query row one half-open interval of keys, and intervals
-intersect to intervals. So a mask of any kind is two integers a row, which is all that tiling, the CPU backend
-and the GPU kernel ever ask for.
+Every mask except an explicit tile mask gives each query row one half-open interval of keys, and the intersection of two
+intervals is an interval. So a mask is two integers a row, which is all that tiling, the CPU backend and the GPU kernel
+ask for.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Documents:
     def __and__(self, other: Documents) -> Documents:
         if self == other:
             return self
-        # A piece (a, b) holds what is in document a of one and b of the other. Along both axes a + b never
-        # decreases, so sorting by it lays the pieces out contiguously in queries and in keys.
+        # Piece (a, b) holds the tokens that are in document a of one mask and in document b of the other. Along both
+        # axes a + b never decreases, so pieces sorted by a + b are contiguous in queries and in keys.
         pieces: dict[tuple[int, int], list[int]] = {}
         for axis, (mine, theirs) in enumerate(((self.cu_q, other.cu_q), (self.cu_k, other.cu_k))):
             if mine[-1] != theirs[-1]:
@@ -51,7 +51,7 @@ class Documents:
             for begin, end in pairwise(cuts):
                 key = (int(np.searchsorted(mine, begin, "right")), int(np.searchsorted(theirs, begin, "right")))
                 pieces.setdefault(key, [0, 0])[axis] += end - begin
-        # Without a token there is no piece: one document that holds nothing.
+        # Masks over no tokens have no pieces; the result is then one empty document.
         lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))] or [[0, 0]]
         cu = np.cumsum([[0, 0], *lengths], axis=0)
         return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()))
@@ -59,7 +59,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class TileMask:
-    """An explicit mask: cell (i, j) covers cell_m queries x cell_n keys; `bits` is the packed row-major bool matrix."""
+    """An explicit mask. Cell (i, j) covers cell_m queries x cell_n keys; `bits` packs the cells row by row."""
 
     cell_m: int
     cell_n: int
@@ -90,10 +90,10 @@ class TileMask:
 
 @dataclass(frozen=True)
 class Mask:
-    """Keys a query may see: a window around its own position, inside its document, inside the allowed tiles.
+    """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles.
 
-    `left` and `right` count keys before and after the query's position, None meaning without limit; causal is
-    `right=0`. Positions are aligned at the end (bottom right) of the sequence, or of the document if there are any.
+    `left` and `right` count keys before and after the position of the query; None is no limit, and `right=0` is causal.
+    The last query is at the position of the last key, of the sequence or of each document.
     """
 
     left: int | None = None
@@ -127,14 +127,14 @@ class Mask:
         return self == CAUSAL
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
-        """(lo, hi) of every query row; lo == hi where a row sees nothing. Tile masks are not in it."""
+        """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
         parts = self.documents or Documents((0, len_q), (0, len_k))
         if (parts.cu_q[-1], parts.cu_k[-1]) != (len_q, len_k):
             raise ValueError(
                 f"cu_seqlens must end at the number of tokens: "
                 f"{parts.cu_q[-1]} of {len_q} queries, {parts.cu_k[-1]} of {len_k} keys"
             )
-        far = len_q + len_k  # as good as no limit
+        far = len_q + len_k  # a limit that no pair reaches
         left, right = (far if side is None else min(side, far) for side in (self.left, self.right))
         lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)
         _fill_intervals(np.array(parts.cu_q), np.array(parts.cu_k), left, right, lo, hi)
@@ -185,14 +185,14 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:
-    """Packed sequences: attention only inside a document, causal there if asked."""
+    """Packed sequences: queries see keys of their own document only, causally if asked."""
     first = tuple(map(int, np.asarray(cu_q).tolist()))
     second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 
 def tiles(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> Mask:
-    """Explicit tile mask: True cells attend."""
+    """An explicit tile mask: queries see the keys of True cells."""
     return Mask(tiles=TileMask.of(cells, cell_m, cell_n))
 
 

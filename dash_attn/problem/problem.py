@@ -40,7 +40,7 @@ class Problem:
 
     @property
     def groups(self) -> int:
-        """Key/value heads of all sequences; each has chains and turns of its own."""
+        """Key/value heads of all sequences. Each has its own chains and turns."""
         return self.batch * self.heads_kv
 
     @property

@@ -1,27 +1,46 @@
-"""Schedules frozen as data."""
+"""Orders frozen as data."""
 
-from dash_attn.program.build import build
 from dash_attn.program.codec import load, save
-from dash_attn.program.place import bundles, place
-from dash_attn.program.program import CHAIN, FORMAT, RUN, TILE, Geometry, Program, Task, TaskArrays
-from dash_attn.program.replay import Costs, Replay, Sequences, replay
+from dash_attn.program.program import (
+    CHAIN,
+    FORMAT,
+    RUN,
+    TABLES,
+    TILE,
+    Chain,
+    Geometry,
+    PlaceRule,
+    Program,
+    Queue,
+    Run,
+    Sequences,
+    Task,
+    TaskArrays,
+    Tile,
+)
+from dash_attn.program.replay import Costs, Replay, play
+from dash_attn.program.tables import build
 
 __all__ = [
     "CHAIN",
     "FORMAT",
     "RUN",
+    "TABLES",
     "TILE",
+    "Chain",
     "Costs",
     "Geometry",
+    "PlaceRule",
     "Program",
+    "Queue",
     "Replay",
+    "Run",
     "Sequences",
     "Task",
     "TaskArrays",
+    "Tile",
     "build",
-    "bundles",
     "load",
-    "place",
-    "replay",
+    "play",
     "save",
 ]

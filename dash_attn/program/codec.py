@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.program.program import CHAIN, FORMAT, RUN, TILE, Geometry, Program
+from dash_attn.program.program import CHAIN, FORMAT, RUN, TABLES, TILE, Geometry, Program
 
-TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")
 COLUMNS = {"tiles": (len(TILE),), "chains": (len(CHAIN),), "runs": (len(RUN),)}
 
 
 def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
-    """Write the program; its fingerprint goes into the header, so that damage is noticed on loading. `extra` arrays
-    travel along under names of their own and are not looked at."""
+    """Write the program. Its fingerprint goes into the header, so that `load` notices damage. `extra` arrays are stored
+    beside the tables under their own names; `load` ignores them."""
     header = {
         "format": FORMAT,
         "geometry": asdict(program.geometry),
@@ -34,8 +33,8 @@ def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any
 
 
 def load(path: str | Path) -> Program:
-    """Read a program; ValueError says what is wrong with a file that is none."""
-    # Damage shows in as many ways as zip, zlib, numpy and json have of failing: all of them are one to the caller.
+    """Read a program. A file that holds none is a ValueError that says what is wrong."""
+    # zip, zlib, numpy and json each fail in their own way on a damaged file; the caller gets one kind of error.
     try:
         with np.load(path, allow_pickle=False) as archive:
             header = json.loads(str(archive["header"]))
@@ -51,9 +50,9 @@ def load(path: str | Path) -> Program:
     try:
         geometry = Geometry(**header["geometry"])
         program = Program(geometry, header["policy"], header["mask"], header["place"], **arrays)
-        whole = program.fingerprint == header["fingerprint"]
+        intact = program.fingerprint == header["fingerprint"]
     except Exception as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    if not whole:
-        raise ValueError(f"{path} is damaged: its order is not the one its fingerprint names")
+    if not intact:
+        raise ValueError(f"{path} is damaged: its fingerprint names another order")
     return program

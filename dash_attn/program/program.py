@@ -1,26 +1,59 @@
-"""Program: a schedule frozen as int32 tables, which everything that runs, checks, models or draws reads."""
+"""Program: an order and its launch queue frozen as int32 tables, which all who run, check, model or draw it read."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from enum import IntEnum
 from functools import cached_property
-from typing import get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.order.types import PlaceRule
-
 FORMAT = 1
+TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")  # of a Program
 
-# Columns, defined once for host and device.
-TILE = ("kv_tile", "first_q", "count", "partial")
-CHAIN = ("batch", "kv_head", "kv_tile", "first_run", "num_runs")
-RUN = ("head", "first_q", "step", "count", "turn", "turn_step", "partial")
 
-Table = npt.NDArray[np.int32]
+class Tile(IntEnum):
+    """Columns of the table `tiles`: q tiles first_q .. first_q + count - 1 of a kv tile have one state."""
+
+    KV_TILE = 0
+    FIRST_Q = 1
+    COUNT = 2
+    PARTIAL = 3
+
+
+class Chain(IntEnum):
+    """Columns of the table `chains`: a chain's name, and its runs first_run .. first_run + num_runs - 1."""
+
+    BATCH = 0
+    KV_HEAD = 1
+    KV_TILE = 2
+    FIRST_RUN = 3
+    NUM_RUNS = 4
+
+
+class Run(IntEnum):
+    """Columns of the table `runs`: visit t has q tile first_q + t * step and turn turn + t * turn_step."""
+
+    HEAD = 0
+    FIRST_Q = 1
+    STEP = 2
+    COUNT = 3
+    TURN = 4
+    TURN_STEP = 5
+    PARTIAL = 6
+
+
+# The columns by name, as they stand in the tables; host and device read them by the enums above.
+TILE, CHAIN, RUN = (tuple(column.name.lower() for column in table) for table in (Tile, Chain, Run))
+CHAIN_NAME = slice(Chain.BATCH, Chain.KV_TILE + 1)  # batch, kv head, kv tile: the chain without its runs
+
+Int32 = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+# How bundles go to workers: in rotation, each to the worker with the least work so far, or whichever is faster.
+PlaceRule = Literal["dealt", "balanced", "faster"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +82,46 @@ class Geometry:
 
     @property
     def num_targets(self) -> int:
-        """dQ tiles, and so turnstiles, of all planes."""
+        """dQ tiles of all planes. Each has a turnstile."""
         return self.num_groups * self.group * self.num_q
+
+    @property
+    def sizes(self) -> Sizes:
+        """The counts that compiled loops ask for."""
+        return Sizes(self.batch, self.heads_kv, self.group, self.num_q, self.num_kv)
+
+
+class Sizes(NamedTuple):
+    """Counts of a Geometry, in a form that compiled loops take."""
+
+    batch: int
+    heads_kv: int
+    group: int
+    num_q: int
+    num_kv: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Lists of chains: sequence s runs chains[first[s]:first[s+1]]. Bundles and placements both are sequences."""
+
+    first: Int32
+    chains: Int32
+
+
+@dataclass(frozen=True, eq=False)
+class Queue:
+    """Every chain once, in the order in which workers take chains up. `bundle_first` cuts the queue into bundles, each
+    of which one worker runs back to back. `place` is the rule by which bundles go to workers."""
+
+    chains: Longs
+    bundle_first: Longs
+    place: PlaceRule
 
 
 @dataclass(frozen=True)
 class Task:
-    """One task by name: its chain, and its place in the order."""
+    """One task by name: the plane and tile that it visits, and its turn."""
 
     batch: int
     q_head: int
@@ -71,7 +137,7 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class TaskArrays:
-    """Every task of a program, expanded, chain by chain in table order. `target` numbers the dQ tile."""
+    """Every task of a program, chain by chain as in the tables. `target` numbers the dQ tile."""
 
     chain: Longs
     head: Longs
@@ -83,30 +149,29 @@ class TaskArrays:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Order and launch sequence of one problem.
+    """Order and launch queue of one problem.
 
-    tiles   what must be done: runs of equal state per kv tile (columns TILE), empty tiles left out
-    chains  one row a chain (columns CHAIN); chains of different heads share their runs
-    runs    arithmetic runs (columns RUN): visit t has q tile first_q + t*step and turn turn + t*turn_step;
-            `head` counts query heads inside the chain's group
-    launch  every chain once, in the order in which workers take them up; bundle_first cuts it into bundles,
-            which one worker runs back to back
+    tiles         what must be done: runs of equal state per kv tile (columns TILE), empty tiles left out
+    chains        one row a chain (columns CHAIN); chains of different heads share their runs
+    runs          arithmetic runs (columns RUN); `head` counts query heads inside the chain's group
+    launch        every chain once, in the order in which workers take chains up
+    bundle_first  cuts `launch` into bundles; one worker runs a bundle back to back
     """
 
     geometry: Geometry
     policy: str
     mask: str
     place: PlaceRule
-    tiles: Table
-    chains: Table
-    runs: Table
-    launch: Table
-    bundle_first: Table
+    tiles: Int32
+    chains: Int32
+    runs: Int32
+    launch: Int32
+    bundle_first: Int32
 
     def __post_init__(self) -> None:
         if self.place not in get_args(PlaceRule):
             raise ValueError(f"unknown place rule {self.place!r}: choose from {', '.join(get_args(PlaceRule))}")
-        for name in ("tiles", "chains", "runs", "launch", "bundle_first"):
+        for name in TABLES:
             array = getattr(self, name)
             if array.dtype != np.int32:
                 raise ValueError(f"program table {name} must be int32, got {array.dtype}")
@@ -117,14 +182,19 @@ class Program:
         return len(self.bundle_first) - 1
 
     @property
+    def bundles(self) -> Sequences:
+        """One sequence a bundle, in launch order."""
+        return Sequences(self.bundle_first, self.launch)
+
+    @property
     def nbytes(self) -> int:
-        return sum(getattr(self, n).nbytes for n in ("tiles", "chains", "runs", "launch", "bundle_first"))
+        return sum(getattr(self, name).nbytes for name in TABLES)
 
     @cached_property
     def task_first(self) -> Longs:
         """Task number at which each chain begins; the last entry is the number of tasks."""
-        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3], dtype=np.int64)])
-        first, count = self.chains[:, 3], self.chains[:, 4]
+        per_run = np.concatenate([[0], np.cumsum(self.runs[:, Run.COUNT], dtype=np.int64)])
+        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
         return np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64)
 
     @property
@@ -134,28 +204,34 @@ class Program:
     @cached_property
     def partial_per_chain(self) -> Longs:
         """How many tasks of each chain need the element mask."""
-        per_run = np.concatenate([[0], np.cumsum(self.runs[:, 3] * (self.runs[:, 6] != 0), dtype=np.int64)])
-        first, count = self.chains[:, 3], self.chains[:, 4]
+        per_run = np.concatenate(
+            [[0], np.cumsum(self.runs[:, Run.COUNT] * (self.runs[:, Run.PARTIAL] != 0), dtype=np.int64)]
+        )
+        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
         inside: Longs = per_run[first + count] - per_run[first]
         return inside
 
     @cached_property
-    def contributors(self) -> Table:
-        """Contributions that a dQ tile of each q tile index receives; the same in every plane."""
+    def contributors(self) -> Int32:
+        """How many contributions the dQ tile of each q tile receives. It is the same in every plane."""
         delta = np.zeros(self.geometry.num_q + 1, np.int64)
-        np.add.at(delta, self.tiles[:, 1], 1)
-        np.add.at(delta, self.tiles[:, 1] + self.tiles[:, 2], -1)
+        np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
+        np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
         return np.cumsum(delta)[:-1].astype(np.int32)
 
     @cached_property
     def target_base(self) -> Longs:
         """Turnstile of q tile 0 of the first query head of each chain's group."""
         g = self.geometry
-        return (self.chains[:, 0].astype(np.int64) * g.heads_kv + self.chains[:, 1]) * g.group * g.num_q
+        return (
+            (self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD])
+            * g.group
+            * g.num_q
+        )
 
     def expand(self) -> TaskArrays:
         """All tasks as flat arrays."""
-        first, count = self.chains[:, 3].astype(np.int64), self.chains[:, 4].astype(np.int64)
+        first, count = self.chains[:, Chain.FIRST_RUN].astype(np.int64), self.chains[:, Chain.NUM_RUNS].astype(np.int64)
         chain_of_run = np.repeat(np.arange(len(self.chains)), count)
         run = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(count.sum())
         head, q, turn, partial, length = unroll(self.runs[run])
@@ -165,17 +241,17 @@ class Program:
 
     def task(self, chain: int, run: int, offset: int) -> Task:
         """Visit `offset` of run `run` of chain `chain`, by name."""
-        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, :3])
+        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, CHAIN_NAME])
         head, q0, dq, _, t0, dt, partial = (int(x) for x in self.runs[run])
         q_head = kv_head * self.geometry.group + head
         return Task(batch, q_head, q0 + offset * dq, kv_tile, t0 + offset * dt, bool(partial))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the order, however it is run-length coded; launch and placement are not in it."""
+        """Hash of the order. Neither the cut into runs nor the launch queue changes it."""
         digest = hashlib.sha256(repr((FORMAT, sorted(asdict(self.geometry).items()))).encode())
-        orders = dict[tuple[int, int], bytes]()  # chains that share their runs are read once
-        for *name, first, count in self.chains[np.lexsort(self.chains[:, 2::-1].T)].tolist():
+        orders = dict[tuple[int, int], bytes]()  # chains that share runs are hashed once
+        for *name, first, count in self.chains[np.lexsort(self.chains[:, Chain.KV_TILE :: -1].T)].tolist():
             if (first, count) not in orders:
                 visits = np.stack(unroll(self.runs[first : first + count])[:4])
                 orders[first, count] = hashlib.sha256(visits.tobytes()).digest()
@@ -183,10 +259,10 @@ class Program:
         return digest.hexdigest()[:16]
 
 
-def unroll(runs: Table) -> tuple[Longs, Longs, Longs, Longs, Longs]:
+def unroll(runs: Int32) -> tuple[Longs, Longs, Longs, Longs, Longs]:
     """Runs to visits: head, q tile, turn and partial of each, and the length of each run."""
     rows = runs.astype(np.int64)
-    length = rows[:, 3]
+    length = rows[:, Run.COUNT]
     begin = np.cumsum(length) - length
     step = np.arange(length.sum()) - np.repeat(begin, length)
     head, q0, dq, _, t0, dt, partial = (np.repeat(column, length) for column in rows.T)

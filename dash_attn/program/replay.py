@@ -1,30 +1,34 @@
 """Run the tables in the abstract: who waits for whom, and when.
 
-Turns and visit orders are fixed, so whatever order the sequences are advanced in, the same tasks get done and
-each has the same times: no event queue, one pass, linear cost. Checking and simulating are the same loop.
+Turns and visit orders are fixed. So the same tasks get done at the same times, whichever sequence is advanced first:
+no event queue is needed, and one pass is enough. Checking and simulating are the same loop.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dash_attn.jit import compiled
-from dash_attn.program.program import Program, Table
+from dash_attn.program.program import Chain, Int32, Longs, Program, Run, Sequences
 
 Floats = npt.NDArray[np.float64]
 
-FINISHED, STUCK, PASSED = 0, 1, 2
-TIMES = ("compute", "partial", "reduce", "handoff", "prologue", "epilogue", "store", "fetch", "first")
+FINISHED, STUCK, PASSED = 0, 1, 2  # all done; nobody can move; a task comes after its turn
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations of a task's parts. depth 0: the worker itself adds its contribution and waits for it (the paper);
-    depth b: `writers` warps do, from b buffers."""
+    """Durations of a task's parts, the one form in which every model of time reaches the loop.
+
+    depth 0: the worker itself adds its contribution and waits for it (the paper). depth b: `writers` warps add, from b
+    buffers, while the worker computes the next task.
+    """
 
     compute: float = 0.0
     partial: float = 0.0
@@ -34,84 +38,144 @@ class Costs:
     epilogue: float = 0.0
     depth: int = 0
     writers: int = 1
-    store: float = 0.0  # not 0: a chain's end takes a buffer too, and a writer for so long
+    store: float = 0.0  # not 0: the end of a chain takes a buffer too, and a writer for this long
     fetch: float = 0.0  # not 0: the last contributor of a tile takes the sum in, this long after its turn has come
     first: float = 1.0  # the first contribution of a tile is stored, not added: this share of `reduce`
     jitter: float = 0.0  # tasks are not equally long: standard deviation, as a share of compute
 
     def paces(self, tasks: int) -> Floats:
-        """How long each task computes, beside the mean."""
+        """How long each task computes, as a multiple of the mean."""
         return 1 + self.jitter * _unlike(tasks) if self.jitter else np.ones(tasks)
 
 
 @lru_cache(maxsize=4)
 def _unlike(tasks: int) -> Floats:
-    """Mean 0, standard deviation 1. RandomState gives the same numbers for ever."""
+    """Numbers of mean 0 and standard deviation 1. RandomState gives the same ones in every numpy."""
     return np.random.RandomState(0).uniform(-(3**0.5), 3**0.5, tasks)
+
+
+class Total(IntEnum):
+    """Columns of `Replay.totals`: when a sequence ended, and how long it was busy, stalled and blocked."""
+
+    END = 0
+    BUSY = 1
+    STALL = 2
+    BLOCKED = 3
+
+
+NUM_TOTALS = len(Total)  # compiled loops cannot take the length of an enum
+
+
+class When(IntEnum):
+    """Rows of `Replay.times`: compute begins and ends, the writer is ready, the turn has come, the sum is written."""
+
+    BEGIN = 0
+    COMPUTED = 1
+    READY = 2
+    GRANTED = 3
+    LANDED = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """Outcome: `status`, the number of sequences that had to be resident, which of so many places each took, where
-    each stands (chain, run, offset), and with costs per sequence (end, busy, stalled, blocked) and per task (compute
-    begin, end, writer ready, turn come, landed) if recorded."""
+    """What became of the sequences.
+
+    `resident` is how many sequences had to be resident at once, `seat` which of the resident places each took.
+    `standing` says where each sequence stands: position in the chains, run, offset. With costs, `totals` has a row per
+    sequence (columns Total); with costs and `record`, `times` has a column per task (rows When).
+    """
 
     status: int
     resident: int
-    seat: npt.NDArray[np.int64]
-    standing: npt.NDArray[np.int64]
+    seat: Longs
+    standing: Longs
     totals: Floats
     times: Floats
 
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Lists of chains: sequence s runs chains[first[s]:first[s+1]]. Bundles and placements both are this."""
-
-    first: Table
-    chains: Table
+    @property
+    def makespan(self) -> float:
+        return float(self.totals[:, Total.END].max(initial=0.0))
 
 
-def replay(
+class _Tables(NamedTuple):
+    """What the loop reads of a program."""
+
+    chains: Int32
+    runs: Int32
+    target_base: Longs
+    task_first: Longs
+    contributors: Int32
+    num_targets: int
+    num_q: int
+
+
+class _Times(NamedTuple):
+    """What the loop reads of Costs, and the pace of each task."""
+
+    compute: float
+    partial: float
+    reduce: float
+    handoff: float
+    prologue: float
+    epilogue: float
+    depth: int
+    writers: int
+    store: float
+    fetch: float
+    first: float
+    paces: Floats
+
+
+def play(
     program: Program, sequences: Sequences, costs: Costs | None, *, resident: int | None = None, record: bool = False
 ) -> Replay:
-    """Advance all sequences until done or stuck; without costs only to see whether they get done.
+    """Advance all sequences until they are done or stuck. Without costs it only says whether they get done.
 
-    With `resident` sequences start in order, that many at first, the next when one ends; one more whenever nothing
-    else can move. What is reached with few is also reached with more, so the final count is the least that works.
+    With `resident`, sequences start in order: that many at first, the next one when one ends, and one more whenever
+    nothing else can move. More residents never do harm, so the final count is the least that works.
     """
+    tables = _Tables(
+        program.chains,
+        program.runs,
+        program.target_base,
+        program.task_first,
+        program.contributors,
+        program.geometry.num_targets,
+        program.geometry.num_q,
+    )
     total = len(sequences.first) - 1
-    times = np.zeros((5, program.num_tasks if record and costs else 0))
-    numbers = costs and np.array([getattr(costs, name) for name in TIMES])
+    most = total if resident is None else min(resident, total)
+    times = np.zeros((len(When), program.num_tasks if record and costs else 0))
     status, needed, seat, standing, totals = _advance(
-        (program.chains, program.runs, program.target_base, program.task_first, program.contributors),
-        (sequences.first, sequences.chains),
-        (program.geometry.num_targets, program.geometry.num_q, total if resident is None else min(resident, total)),
-        costs and (numbers, costs.depth, costs.writers, costs.paces(program.num_tasks)),
-        times,
+        tables, sequences.first, sequences.chains, most, _times(costs, program.num_tasks), times
     )
     return Replay(status, needed, seat, standing, totals, times)
 
 
+def _times(costs: Costs | None, tasks: int) -> _Times | None:
+    if costs is None:
+        return None
+    durations = {name: float(getattr(costs, name)) for name in _Times._fields[:-1] if name not in ("depth", "writers")}
+    return _Times(**durations, depth=costs.depth, writers=costs.writers, paces=costs.paces(tasks))
+
+
 @compiled
-def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped-def]
-    """What asks `costs is not None` is left out by the compiler where there are none."""
-    chains, runs, base, task_first, contributors = tables
-    seq_first, seq_chains = sequences
-    num_targets, num_q, resident = sizes
+def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ignore[no-untyped-def]
+    """The compiler leaves out what asks `costs is not None` where there are none."""
+    chains, runs, base, task_first, contributors, num_targets, num_q = tables
     total = len(seq_first) - 1
     counter = np.zeros(num_targets, np.int32)
-    waiter = np.full(num_targets, -1, np.int32)  # sequences that wait at a turnstile, linked
+    waiter = np.full(num_targets, -1, np.int32)  # the sequences that wait at a turnstile, as a linked list
     next_waiter = np.full(total, -1, np.int32)
     wanted = np.zeros(total, np.int32)
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
-    totals = np.zeros((0 if costs is None else total, 4))
+    totals = np.zeros((0 if costs is None else total, NUM_TOTALS))
     if costs is not None:
-        times_of, depth, writers, paces = costs
-        compute, partial_cost, reduce, handoff, prologue, epilogue, store, fetch, stored = times_of
+        compute, partial_cost, reduce, handoff, prologue, epilogue = costs[:6]
+        depth, writers, store, fetch, stored, paces = costs[6:]
         record = times.shape[1] > 0
         released = np.zeros(num_targets)  # when the last contribution so far was handed over
-        paused = np.zeros(total, np.int64)  # where a sequence stands, as a task number
+        paused = np.zeros(total, np.int64)  # the task number at which a sequence stands
         clock = np.zeros(total)
         tasks_done = np.zeros(total, np.int64)
         slot_free = np.zeros((total, max(depth, 1)))
@@ -146,20 +210,25 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
         waits = False
         while p < seq_first[s + 1]:
             c = seq_chains[p]
-            end = chains[c, 3] + chains[c, 4]
+            end = chains[c, Chain.FIRST_RUN] + chains[c, Chain.NUM_RUNS]
             if costs is not None:
                 task = task_first[c] if j < 0 else paused[s]
                 done = tasks_done[s]
             if j < 0:
-                j, o = chains[c, 3], 0
+                j, o = chains[c, Chain.FIRST_RUN], 0
                 if costs is not None:
                     t += prologue
-                    totals[s, 1] += prologue
+                    totals[s, Total.BUSY] += prologue
             while j < end:
-                first = base[c] + runs[j, 0] * num_q + runs[j, 1]
-                step, count, turn0, turn_step = runs[j, 2], runs[j, 3], runs[j, 4], runs[j, 5]
+                first = base[c] + runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q]
+                step, count, turn0, turn_step = (
+                    runs[j, Run.STEP],
+                    runs[j, Run.COUNT],
+                    runs[j, Run.TURN],
+                    runs[j, Run.TURN_STEP],
+                )
                 if costs is not None:
-                    masking = partial_cost if runs[j, 6] != 0 else 0.0
+                    masking = partial_cost if runs[j, Run.PARTIAL] != 0 else 0.0
                 while o < count:
                     target = first + step * o
                     turn = turn0 + turn_step * o
@@ -183,31 +252,32 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                         if depth == 0:
                             grant = max(stop, released[target])
                             landed = grant + reduce
-                            totals[s, 1] += own + reduce
-                            totals[s, 2] += grant - stop
+                            totals[s, Total.BUSY] += own + reduce
+                            totals[s, Total.STALL] += grant - stop
                             t = landed
                         else:
                             blocked = slot_free[s, done % depth] - stop
-                            if fetch > 0 and 0 < turn == contributors[runs[j, 1] + step * o] - 1:
+                            if fetch > 0 and 0 < turn == contributors[runs[j, Run.FIRST_Q] + step * o] - 1:
                                 taken = max(slot_free[s, done % depth], writer_free[s, done % writers])
                                 blocked = max(taken, released[target]) + fetch - stop
                             if blocked > 0:
-                                totals[s, 3] += blocked
+                                totals[s, Total.BLOCKED] += blocked
                                 stop += blocked
                             writer_ready = max(stop, writer_free[s, done % writers])
                             grant = max(writer_ready, released[target])
                             landed = grant + (reduce * stored if turn == 0 else reduce)
-                            totals[s, 1] += own
-                            totals[s, 2] += grant - writer_ready
+                            totals[s, Total.BUSY] += own
+                            totals[s, Total.STALL] += grant - writer_ready
                             slot_free[s, done % depth] = landed
                             writer_free[s, done % writers] = landed
                             t = stop
-                        totals[s, 0] = max(totals[s, 0], landed)
+                        totals[s, Total.END] = max(totals[s, Total.END], landed)
                         released[target] = landed + handoff
                         done += 1
                         if record:
-                            times[0, task], times[1, task], times[2, task] = begin, stop, writer_ready
-                            times[3, task], times[4, task] = grant, landed
+                            times[When.BEGIN, task], times[When.COMPUTED, task] = begin, stop
+                            times[When.READY, task] = writer_ready
+                            times[When.GRANTED, task], times[When.LANDED, task] = grant, landed
                         task += 1
                     counter[target] = turn + 1
                     o += 1
@@ -232,21 +302,21 @@ def _advance(tables, sequences, sizes, costs, times):  # type: ignore[no-untyped
                 break
             if costs is not None:
                 t += epilogue
-                totals[s, 1] += epilogue
+                totals[s, Total.BUSY] += epilogue
                 if depth > 0 and store > 0:
                     if slot_free[s, done % depth] > t:
-                        totals[s, 3] += slot_free[s, done % depth] - t
+                        totals[s, Total.BLOCKED] += slot_free[s, done % depth] - t
                         t = slot_free[s, done % depth]
                     landed = max(t, writer_free[s, done % writers]) + store
                     slot_free[s, done % depth] = landed
                     writer_free[s, done % writers] = landed
-                    totals[s, 0] = max(totals[s, 0], landed)
+                    totals[s, Total.END] = max(totals[s, Total.END], landed)
                     tasks_done[s] = done + 1
             p += 1
             j = -1
         if costs is not None:
             clock[s] = t
-            totals[s, 0] = max(totals[s, 0], t)
+            totals[s, Total.END] = max(totals[s, Total.END], t)
         if not waits:
             standing[s, 0] = p
             finished += 1

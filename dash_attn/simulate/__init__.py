@@ -2,7 +2,7 @@
 
 from dash_attn.simulate.closed_forms import CLOSED_FORMS, ClosedForm
 from dash_attn.simulate.models import Machine, Model, Paper
-from dash_attn.simulate.simulate import Simulation, lower_bounds, simulate, task_names
+from dash_attn.simulate.simulation import Simulation, lower_bounds, simulate, task_names
 
 __all__ = [
     "CLOSED_FORMS",

@@ -1,8 +1,8 @@
 """The paper's makespans in closed form: n tiles on n workers, m heads, compute c, reduce r.
 
-`exact` says when the simulator agrees to the last bit of arithmetic. Elsewhere the formula is an approximation:
-descending with r > c keeps colliding inside the head, an odd number of heads leaves half the workers idle at the
-end, and an odd number of tiles leaves the middle chain of symmetric_shift without a partner.
+`exact` says when the simulator gives exactly the formula. Elsewhere the formula is an approximation. Chains of
+`descending` with r > c collide again and again inside a head. An odd number of heads leaves half of the workers idle at
+the end. An odd number of tiles leaves the middle chain of `symmetric_shift` without a partner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Makespan of a policy on a mask, and where it holds exactly."""
+    """Makespan of a policy on a mask, and when it holds exactly: functions of (n, m, c, r)."""
 
     makespan: Callable[[int, int, float, float], float]
     exact: Callable[[int, int, float, float], bool]

@@ -11,7 +11,7 @@ from dash_attn.program import Costs
 
 @dataclass(frozen=True)
 class Paper:
-    """A task is `compute`, then `reduce`, both on its worker, which waits for the turn; handing over is free."""
+    """A task computes, then its worker waits for the turn and adds. Handing a turn over is free."""
 
     compute: float = 1.0
     reduce: float = 0.25
@@ -27,12 +27,19 @@ class Paper:
 class Machine:
     """A Hopper SM, in microseconds: dQ writer warps add from `depth` buffers while the next task computes.
 
-    Defaults: head dim 128, 64x128 tiles on an H200. 2.0 us a task; 32 KB bulk add 1.15 us with all SMs adding;
-    flag hand-over 0.58 us; prologue and epilogue of a chain about 5 us together; two writers, two buffers.
-    `partial` is what the mask adds to a task. `store`: dV of a chain takes a buffer as well, and a writer for so long;
-    `fetch`: the last contributor of a dQ tile takes the sum in, so long after its turn, and finishes it. 0: not so.
-    `first`: a first contribution is stored, in this share of `reduce`. `jitter`: tasks are not equally long (standard
-    deviation, as a share of `compute`); which ones are longer is the same each time.
+    The defaults are an H200 with head dim 128 and tiles of 64x128.
+
+    compute   the five products of a task
+    reduce    the bulk add of one contribution (32 KB), with all SMs adding
+    handoff   from the end of an add until the next contributor sees the turn
+    prologue  begin of a chain, epilogue its end
+    partial   what the element mask adds to a task
+    depth     dQ buffers, writers the warps that add from them
+    store     dV of a chain takes a buffer too, and a writer for this long (0: it does not)
+    fetch     the last contributor of a dQ tile takes the sum in, this long after its turn, and finishes it (0: a pass
+              of its own does)
+    first     a first contribution is stored, not added, in this share of `reduce`
+    jitter    tasks are not equally long: standard deviation as a share of `compute`. The same tasks are long each time
     """
 
     compute: float = 2.0
@@ -60,8 +67,10 @@ class Machine:
 
     @staticmethod
     def h200(dim: int = 128, last_finishes: bool = False) -> Machine:
-        """Fitted to an H200 by `dash-attn calibrate`: tiles of 64x128 (head dim 128) or 128x128 (head dim 64). With few
-        keys the kernel lets the last contributor of a dQ tile finish it."""
+        """Fitted to an H200 by `dash-attn calibrate`, with tiles of 64x128 (head dim 128) or 128x128 (head dim 64).
+
+        `last_finishes`: the last contributor of a dQ tile finishes it, as the kernel does with few keys.
+        """
         fitted = json.loads(files("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
         if str(dim) not in fitted:
             raise ValueError(f"no fitted machine for head dim {dim}: choose from {', '.join(fitted)}")

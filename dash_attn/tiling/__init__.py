@@ -1,5 +1,5 @@
 """The score matrix cut into tiles."""
 
-from dash_attn.tiling.tiling import TileShape, TileState, Tiling, grid, tile
+from dash_attn.tiling.tiling import Span, TileShape, TileState, Tiling, grid, tile
 
-__all__ = ["TileShape", "TileState", "Tiling", "grid", "tile"]
+__all__ = ["Span", "TileShape", "TileState", "Tiling", "grid", "tile"]

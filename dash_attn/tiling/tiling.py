@@ -21,6 +21,14 @@ class TileState(IntEnum):
     FULL = 2
 
 
+class Span(IntEnum):
+    """Columns of `Tiling.spans`: the first q tile of a chain, the tile after its last one, and how many it visits."""
+
+    FIRST = 0
+    END = 1
+    COUNT = 2
+
+
 @dataclass(frozen=True)
 class TileShape:
     """`m` queries x `n` keys."""
@@ -38,10 +46,10 @@ class TileShape:
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """Tiles of one (batch, query head) plane; all planes of a problem share them.
+    """Tiles of one (batch, query head) plane. All planes of a problem have the same tiles.
 
-    `state[n, m]` is EMPTY, PARTIAL (needs element masking: a pair is masked, or the tile reaches past the last
-    key) or FULL. Rows past the last query need no mask, their probabilities are zero.
+    `state[n, m]` is the TileState of kv tile n and q tile m. A tile is PARTIAL if a pair in it is masked or if it
+    reaches past the last key. Rows past the last query need no mask, because their probabilities are zero.
     """
 
     problem: Problem
@@ -59,7 +67,7 @@ class Tiling:
     @cached_property
     def num_tiles(self) -> int:
         """Non-empty tiles of one plane."""
-        return int(self.spans[:, 2].sum())
+        return int(self.spans[:, Span.COUNT].sum())
 
     @cached_property
     def is_rectangle(self) -> bool:
@@ -68,24 +76,27 @@ class Tiling:
 
     @cached_property
     def spans(self) -> npt.NDArray[np.int64]:
-        """(first, last + 1, count) q tile of each chain; (0, 0, 0) for a chain without tasks."""
-        found: npt.NDArray[np.int64] = _spans(self.state)
-        return found
+        """First, end and number of the q tiles of each chain (columns Span); zeros for a chain without tasks."""
+        spans: npt.NDArray[np.int64] = _spans(self.state)
+        return spans
 
     @cached_property
     def is_staircase(self) -> bool:
-        """Each chain is one contiguous run of q tiles and neither end of it ever moves back: causal, windows."""
-        first, last, count = self.spans[self.spans[:, 2] > 0].T
+        """Each chain is one run of neighbouring q tiles, and neither end moves back from chain to chain.
+
+        Causal masks and windows are staircases.
+        """
+        first, last, count = self.spans[self.spans[:, Span.COUNT] > 0].T
         return bool((last - first == count).all() and (np.diff(first) >= 0).all() and (np.diff(last) >= 0).all())
 
     @cached_property
     def is_triangle(self) -> bool:
-        """A staircase whose every chain goes on to the last q tile: causal, and (trivially) no mask at all."""
-        return self.is_staircase and bool((self.spans[:, 1] == self.num_q).all())
+        """A staircase in which every chain goes on to the last q tile: the causal mask, and also the full mask."""
+        return self.is_staircase and bool((self.spans[:, Span.END] == self.num_q).all())
 
 
 def tile(problem: Problem, shape: TileShape) -> Tiling:
-    """Cut the problem's planes into tiles of `shape` and find the state of each."""
+    """Cut the planes of a problem into tiles of `shape`."""
     num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     state = _states(lo, hi, shape.m, shape.n, num_kv)
@@ -95,7 +106,7 @@ def tile(problem: Problem, shape: TileShape) -> Tiling:
 
 
 def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
-    """A tiling given directly by its states (kv tiles x q tiles): for studies of schedules."""
+    """A tiling given by its states (kv tiles x q tiles), for studies of orders."""
     states = np.ascontiguousarray(state, dtype=np.uint8)
     expected = (-(-problem.len_k // shape.n), -(-problem.len_q // shape.m))
     if states.shape != expected or states.max(initial=0) > TileState.FULL:
@@ -105,7 +116,7 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
 
 @compiled
 def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], m: int, n: int, num_kv: int) -> npt.NDArray[np.uint8]:
-    """A tile is touched if any row's interval reaches it, full if every row's covers it."""
+    """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it."""
     rows = len(lo)
     state = np.zeros((num_kv, -(-rows // m)), np.uint8)
     touched, covered = np.zeros(num_kv + 1, np.int64), np.zeros(num_kv + 1, np.int64)
@@ -117,7 +128,7 @@ def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], m: int, n: int
             a, b, alike = lo[row], hi[row], 1
             begin, end = a // n, b // n
             inner, outer = begin + (a > begin * n), end + (b > end * n)
-            # Rows that follow mostly begin and end in the same tiles as this one.
+            # Most rows begin and end in the same tiles as the row before, so they are counted together.
             while (
                 row + alike < last
                 and (lo[row + alike] == a or (begin < inner and begin * n < lo[row + alike] < inner * n))
@@ -150,11 +161,11 @@ def _spans(state):  # type: ignore[no-untyped-def]
     for kv in range(state.shape[0]):
         row = state[kv]
         first, last, count = len(row), 0, 0
-        for q in range(len(row)):  # without branches, so that it compiles to vector instructions
+        for q in range(len(row)):  # no branches: the loop compiles to vector instructions
             count += row[q] != 0
             first = min(first, q if row[q] != 0 else len(row))
             last = max(last, q + 1 if row[q] != 0 else 0)
-        spans[kv, 0], spans[kv, 1], spans[kv, 2] = first if count else 0, last, count
+        spans[kv, Span.FIRST], spans[kv, Span.END], spans[kv, Span.COUNT] = first if count else 0, last, count
     return spans
 
 

@@ -1,4 +1,4 @@
-"""Events on workers, whoever made them."""
+"""Events on workers, simulated or measured."""
 
 from dash_attn.timeline.timeline import COMPUTE, REDUCE, ROLES, STALL, Event, TaskNames, Timeline, events
 

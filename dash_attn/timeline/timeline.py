@@ -1,4 +1,4 @@
-"""Timeline: what ran where and when, simulated or measured; one type for both."""
+"""Timeline: what ran where and when. One type for simulated and for measured events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TaskNames:
-    """Per task: where it belongs."""
+    """The name of each task: its plane, its tile and its turn."""
 
     batch: Longs
     q_head: Longs
@@ -48,7 +48,7 @@ class Event:
 class Timeline:
     """Events as parallel arrays: event i is role[i] of task[i] on worker[i] from begin[i] to end[i], in `unit`s.
 
-    `overlapping`: reductions run beside the next task's compute (dQ writer warps) instead of after their own.
+    `overlapping`: the reduction of a task runs beside the compute of the next task (dQ writer warps).
     """
 
     title: str
@@ -81,9 +81,10 @@ class Timeline:
 
 
 def events(worker: Longs, times: Iterable[Floats]) -> tuple[Longs, Longs, Longs, Floats, Floats]:
-    """The columns of a Timeline in which every task computed, waited if its turn had not come, and added.
+    """The columns of a Timeline in which every task computes, waits if its turn has not come, and adds.
 
-    `worker` per task; `times` per task: begin and end of its compute, contribution ready, in turn, added.
+    `worker` has an entry per task. So has each of the five `times`: compute begins, compute ends, the contribution is
+    ready, its turn has come, it is added.
     """
     begin, end, ready, granted, landed = times
     task, waited = np.arange(len(worker)), granted > ready

@@ -1,5 +1,5 @@
 """Checks that stand between a program and its launch."""
 
-from dash_attn.verify.verify import Verified, VerifyError, verify
+from dash_attn.verify.checks import Placed, TooFewWorkers, Verified, VerifyError, verify
 
-__all__ = ["Verified", "VerifyError", "verify"]
+__all__ = ["Placed", "TooFewWorkers", "Verified", "VerifyError", "verify"]

@@ -15,8 +15,8 @@ from torch import Tensor
 from dash_attn.api import attention, backward, explain, flash_attn_func
 from dash_attn.api.arguments import check_torch, wants_determinism
 from dash_attn.backends import backend_for
+from dash_attn.backends.sm90.alignment import aligned
 from dash_attn.backends.sm90.backend import config_of
-from dash_attn.backends.sm90.launch import aligned
 from dash_attn.problem import Problem, tiles
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Schedule, Template, applicable, choose, parse, schedule
+from dash_attn.launch import compose
+from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Order, Template, applicable, arrange, choose, parse
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from dash_attn.program import build, place
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
@@ -32,8 +32,9 @@ def chains(template: Template) -> list[list[tuple[int, int, int]]]:
     return [rows[a:b] for a, b in pairwise(template.first.tolist())]
 
 
-def bundles(order: Schedule) -> list[tuple[int, ...]]:
-    return [tuple(order.launch[a:b].tolist()) for a, b in pairwise(order.bundle_first.tolist())]
+def bundles(order: Order, template: int = 0) -> list[tuple[int, ...]]:
+    """The bundles of a group, round after round."""
+    return [bundle for each in order.rounds[template] for bundle in each]
 
 
 # ---- every policy is valid wherever it applies -------------------------------------------------------------
@@ -45,10 +46,10 @@ def test_every_applicable_policy_verifies(data: st.DataObject) -> None:
     tiling = data.draw(tilings())
     for name in applicable(tiling):
         width = data.draw(st.none() | st.integers(1, 5)) if POLICIES[name].windowed else None
-        program = build(schedule(tiling, Choice(name, width)))
+        program = compose(tiling, Choice(name, width))
         needed = verify(program).co_resident
         for workers in {needed, needed + 1, data.draw(st.integers(needed, needed + 9))} - {0}:
-            verify(program, workers)
+            verify(program).on(workers)
         if width is not None:
             assert needed <= width
         if not POLICIES[name].windowed:
@@ -66,8 +67,9 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
             if name not in applicable(tiling):
                 continue
             for width in (None, 1, 4, 64) if POLICIES[name].windowed else (None,):
-                program = build(schedule(tiling, Choice(name, width)))
-                verify(program, max(1, verify(program).co_resident))
+                program = compose(tiling, Choice(name, width))
+                verified = verify(program)
+                verified.on(max(1, verified.co_resident))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_which_policy_applies_where(mask: Mask, names: list[str]) -> None:
     assert set(applicable(tiling)) == set(names)
     for name in set(POLICIES) - set(names):
         with pytest.raises(ValueError) as error:
-            schedule(tiling, name)
+            arrange(tiling, name)
         text = str(error.value)
         assert repr(name) in text and str(mask) in text
         assert all(other in text.partition("choose from")[2] for other in names)
@@ -107,7 +109,7 @@ def test_which_policy_applies_where(mask: Mask, names: list[str]) -> None:
 )
 def test_bad_names(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        schedule(square(4, FULL), text)
+        arrange(square(4, FULL), text)
 
 
 def test_parse() -> None:
@@ -124,8 +126,8 @@ def test_parse() -> None:
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
 def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
     problem = Problem(2, heads[0] * heads[1], heads[0], 1000, 1000, mask=mask)
-    program = build(schedule(tile(problem, TileShape(5, 5))))
-    assert verify(program, AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
+    program = compose(tile(problem, TileShape(5, 5)))
+    assert verify(program).on(AUTO_WIDTH).co_resident <= AUTO_WIDTH == 64
 
 
 @pytest.mark.parametrize(
@@ -176,9 +178,9 @@ def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.
     ends = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6, unique=True).map(sorted))
     mask = documents([0, *ends], causal=data.draw(st.booleans()))
     tiling = tile(Problem(1, 2, 1, ends[-1], ends[-1], mask=mask), TileShape(16, 32))
-    made = schedule(tiling, "spt")
-    rank = np.argsort(made.launch[: tiling.num_kv])
-    template = made.templates[0]
+    order = arrange(tiling, "spt")
+    rank = np.argsort([chain for (chain,) in bundles(order)])
+    template = order.templates[0]
     for kv, (low, high, _) in enumerate(tiling.spans):
         before = [h for j, (_, h, _) in enumerate(tiling.spans[:kv]) if low < h < high and rank[j] < rank[kv]]
         until = max(before, default=low)
@@ -193,36 +195,20 @@ def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.
 def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
     choice = choose(tiling)
     assert choice.policy in applicable(tiling)
-    assert build(schedule(tiling, "auto")).fingerprint == build(schedule(tiling, choice)).fingerprint
+    assert compose(tiling, "auto").fingerprint == compose(tiling, choice).fingerprint
 
 
 # ---- order and placement are apart -------------------------------------------------------------------------
 
 
-@examples(150)
-@given(st.data())
-def test_fingerprint_knows_the_order_only(data: st.DataObject) -> None:
-    tiling = data.draw(tilings())
-    program = build(schedule(tiling, data.draw(st.sampled_from(applicable(tiling)))))
-    again = build(schedule(tiling, program.policy))
-    for workers in (1, 3, 200):
-        place(again, workers)
-    assert again.fingerprint == program.fingerprint
-    shuffled = np.array(data.draw(st.permutations(program.launch.tolist())), np.int32)
-    alone = np.arange(len(shuffled) + 1, dtype=np.int32)
-    moved = dataclasses.replace(program, launch=shuffled, bundle_first=alone, place="dealt")
-    assert moved.fingerprint == program.fingerprint
-    verify(moved)
-
-
 def test_different_orders_have_different_fingerprints() -> None:
     full, causal = square(6, FULL), square(6, CAUSAL)
-    assert len({build(schedule(full, name)).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
+    assert len({compose(full, name).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
     names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
-    assert build(schedule(causal, "level")).fingerprint == build(schedule(causal, "descending")).fingerprint
+    assert compose(causal, "level").fingerprint == compose(causal, "descending").fingerprint
     causal = square(6, CAUSAL, heads_kv=2)
     names = (*names, "level", "fold")
-    assert len({build(schedule(causal, name)).fingerprint for name in names}) == len(names)
+    assert len({compose(causal, name).fingerprint for name in names}) == len(names)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -230,7 +216,7 @@ def test_different_orders_have_different_fingerprints() -> None:
 @pytest.mark.parametrize("shape", [TileShape(4, 4), TileShape(4, 8), TileShape(8, 4)], ids=str)
 def test_diagonal_without_windows_is_spt_for_causal(group: int, lengths: tuple[int, int], shape: TileShape) -> None:
     tiling = tile(Problem(1, 2 * group, 2, *lengths, mask=CAUSAL), shape)
-    spt, diagonal = (build(schedule(tiling, name)) for name in ("spt", "diagonal"))
+    spt, diagonal = (compose(tiling, name) for name in ("spt", "diagonal"))
     assert spt.fingerprint == diagonal.fingerprint
     # The same order launched the other way round is what makes it fast, and needs its chains together.
     assert verify(spt).co_resident == 1 and (tiling.num_kv < 2 or verify(diagonal).co_resident > 1)
@@ -241,14 +227,14 @@ def test_diagonal_without_windows_is_spt_for_causal(group: int, lengths: tuple[i
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 17])
 def test_shift_is_the_formula(n: int) -> None:
-    order = schedule(square(n, FULL), "shift")
+    order = arrange(square(n, FULL), "shift")
     assert chains(order.templates[0]) == [[(0, (i + t) % n, t) for t in range(n)] for i in range(n)]
-    assert n < 3 or len(build(order).runs) == 2 * n - 1, "two runs a chain, one for chain 0"
+    assert n < 3 or len(compose(order.tiling, "shift").runs) == 2 * n - 1, "two runs a chain, one for chain 0"
 
 
 @pytest.mark.parametrize("n", [2, 4, 6, 10, 32])
 def test_symmetric_shift_is_the_formula(n: int) -> None:
-    order = schedule(square(n, CAUSAL), "symmetric_shift")
+    order = arrange(square(n, CAUSAL), "symmetric_shift")
     half = n // 2
     expected: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
     for i in range(half):
@@ -258,13 +244,13 @@ def test_symmetric_shift_is_the_formula(n: int) -> None:
     assert bundles(order) == [(i, n - 1 - i) for i in range(half)]
 
 
-def steps(order: Schedule, kv_window: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def steps(order: Order, kv_window: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """For each dQ tile its (turn, step) pairs, over the chains of one window that start together."""
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for kv in kv_window:
         for step, (head, q, turn) in enumerate(chains(order.templates[0])[kv]):
-            found.setdefault((head, q), []).append((turn, step))
-    return found
+            pairs.setdefault((head, q), []).append((turn, step))
+    return pairs
 
 
 @examples(150)
@@ -272,45 +258,19 @@ def steps(order: Schedule, kv_window: list[int]) -> dict[tuple[int, int], list[t
 def test_shift_gives_every_handover_all_the_slack(num_q: int, num_kv: int, group: int, width: int) -> None:
     """Chains of a window start evenly spread over the q tiles of each head: no hand-over is tighter than the stride."""
     tiling = tile(Problem(1, group, 1, num_q, num_kv), TileShape(1, 1))
-    order = schedule(tiling, Choice("shift", width))
+    order = arrange(tiling, Choice("shift", width))
     turn_of = 0
     sizes = []
-    # Windows are runs of neighbours; recover them from the rounds of the launch.
-    parts = -(-num_kv // min(width, num_q))
-    for members in (np.flatnonzero(np.arange(num_kv) * parts // num_kv == w) for w in range(parts)):
+    for members in ([chain for (chain,) in each] for each in order.rounds[0]):
         stride = num_q // len(members)
         assert stride >= 1
-        for pairs in steps(order, members.tolist()).values():
+        for pairs in steps(order, members).values():
             pairs.sort()
             assert [turn for turn, _ in pairs] == list(range(turn_of, turn_of + len(members)))
             assert all(later - earlier >= stride for (_, earlier), (_, later) in pairwise(pairs))
         turn_of += len(members)
         sizes.append(len(members))
     assert max(sizes) - min(sizes) <= 1 and max(sizes) <= width
-
-
-@pytest.mark.parametrize(("name", "n", "width"), [("shift", 4, 2), ("shift", 6, 2), ("symmetric_shift", 8, 2)])
-@pytest.mark.parametrize("heads", [1, 63, 64, 127, 128, 150])
-def test_windows_are_launched_a_few_heads_at_a_time(name: str, n: int, width: int, heads: int) -> None:
-    """A head's windows follow each other while its tiles are in cache: after as many bundles as fill a GPU."""
-    mask = CAUSAL if name == "symmetric_shift" else FULL
-    order = schedule(square(n, mask, heads_kv=heads), Choice(name, width))
-    tasks = bundles(order)
-    rounds = [list(each) for _, each in groupby(tasks, key=lambda bundle: bundle[0] % n // width)]
-    busy = 128 if heads >= 64 else heads * width
-    assert all(busy <= len(each) < busy + max(width, 128) for each in rounds)
-    many = len(tasks) // heads // width  # windows of a head
-    for block in (rounds[at : at + many] for at in range(0, len(rounds), many)):
-        assert len({frozenset(bundle[0] // n for bundle in each) for each in block}) == 1, "the same heads"
-    assert verify(build(order), 132).co_resident <= width
-
-
-@pytest.mark.parametrize("name", ["diagonal", "search"])
-def test_windows_of_unequal_chains_are_launched_in_all_heads_first(name: str) -> None:
-    """The short chains of one window would not give the long ones of the next time to get ahead."""
-    order = schedule(square(8, CAUSAL, heads_kv=150), Choice(name, 4))
-    assert np.all(np.diff(order.launch.reshape(-1, 4) // 8 % 150).max(axis=1) == 0), "window by window"
-    assert [len(set(part.tolist())) for part in (order.launch // 8).reshape(2, -1)] == [150, 150]
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 7, 8, 9, 15, 16, 31])
@@ -321,7 +281,7 @@ def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
     With several query heads in the group the paired chains climb and descend head after head, so only the rotation
     is conflict free.
     """
-    order = schedule(square(n, CAUSAL, group), "symmetric_shift")
+    order = arrange(square(n, CAUSAL, group), "symmetric_shift")
     visits = chains(order.templates[0])
     seen = set()
     for bundle in bundles(order):
@@ -331,45 +291,40 @@ def test_symmetric_shift_never_meets_itself(n: int, group: int) -> None:
             seen.add((step, head, q))
 
 
-def test_spt_launches_the_shortest_first() -> None:
-    order = schedule(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), "spt")
-    assert order.launch.tolist() == [7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8]
-    assert [[q for _, q, _ in chain] for chain in chains(order.templates[0])][5] == [5, 6, 7]
+def test_spt_takes_the_shortest_first() -> None:
+    order = arrange(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), "spt")
+    assert order.rounds == ([[(kv,) for kv in (7, 6, 5, 4, 3, 2, 1, 0)]],)
+    assert [q for _, q, _ in chains(order.templates[0])[5]] == [5, 6, 7]
 
 
-def test_rounds_put_windows_of_all_heads_before_the_next_window() -> None:
-    order = schedule(tile(Problem(1, 2, 2, 4, 4), TileShape(1, 1)), "shift:2")
-    assert order.launch.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+def test_windows_come_in_rounds() -> None:
+    order = arrange(tile(Problem(1, 2, 2, 4, 4), TileShape(1, 1)), "shift:2")
+    assert order.rounds == ([[(0,), (1,)], [(2,), (3,)]],)
 
 
 def test_level_is_spt_and_in_the_last_heads_descending() -> None:
     tiling = square(4, CAUSAL, group=2, heads_kv=5)
-    order, spt, descending = (schedule(tiling, name) for name in ("level", "spt", "descending"))
+    order, spt, descending = (arrange(tiling, name) for name in ("level", "spt", "descending"))
     assert [chains(template) for template in order.templates] == [
         chains(other.templates[0]) for other in (spt, descending)
     ]
-    assert order.template_of.tolist() == [0, 0, 0, 1, 1]
-    first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
-    assert bundles(order) == [(chain,) for chain in first + [group * 4 + kv for kv in range(4) for group in (3, 4)]]
-    assert verify(build(order)).co_resident == 1
-    assert len(schedule(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
+    assert order.rounds == (*spt.rounds, *descending.rounds)
+    assert order.template_of.tolist() == order.block_of.tolist() == [0, 0, 0, 1, 1]
+    assert verify(compose(tiling, "level")).co_resident == 1
+    assert len(arrange(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
 
 
 @pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])
-def test_level_takes_heads_of_256_chains_together(tiles: int, heads: int, last: int) -> None:
-    order = schedule(square(tiles, CAUSAL, heads_kv=heads), "level")
+def test_level_has_blocks_of_256_chains(tiles: int, heads: int, last: int) -> None:
+    order = arrange(square(tiles, CAUSAL, heads_kv=heads), "level")
     assert order.template_of.sum() == last
-    assert len(set((order.launch[: 256 // tiles] // tiles).tolist())) == min(256 // tiles, last)
+    assert max(np.bincount(order.block_of)) == min(-(-256 // tiles), heads // 2)
 
 
-def test_level_takes_few_short_heads_in_turn_before_the_last() -> None:
-    """Only where q tiles are smaller than kv tiles, and without a change of bits."""
-    heads = Problem(1, 80, 80, 4, 4, mask=CAUSAL)
-    short, even = schedule(tile(heads, TileShape(1, 2)), "level"), schedule(tile(heads, TileShape(2, 2)), "level")
-    assert short.template_of.tolist() == even.template_of.tolist() == [0] * 40 + [1] * 40
-    assert [chain // 2 for (chain,) in bundles(short)[:12]] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]
-    assert [chain // 2 for (chain,) in bundles(even)[:80]] == [*range(40), *range(40)]
-    assert [chain // 2 for (chain,) in bundles(short)[80:]] == [*range(40, 80), *range(40, 80)]
+def test_level_alternates_where_heads_are_grouped() -> None:
+    order = arrange(square(32, CAUSAL, group=2, heads_kv=16), "level")
+    assert order.block_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert order.template_of.tolist() == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
 
 
 @examples(150)
@@ -379,22 +334,21 @@ def test_level_hands_over_a_step_later_whenever_chains_start(
 ) -> None:
     """Chains that start in launch order, going up: whenever they do. Coming down: at least a step apart for each
     query head, because a shorter chain gains a step in each."""
-    order = schedule(square(n, CAUSAL, group, heads_kv=2), "level")
+    order = arrange(square(n, CAUSAL, group, heads_kv=2), "level")
     least = group if coming_down else 0
     gaps = data.draw(st.lists(st.integers(least, least + 5), min_size=n, max_size=n))
-    launched = order.launch[order.template_of[order.launch // n] == coming_down] % n
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for kv, start in zip(launched.tolist(), np.cumsum(gaps).tolist(), strict=True):
+    visited: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (kv,), start in zip(bundles(order, int(coming_down)), np.cumsum(gaps).tolist(), strict=True):
         for step, (head, q, turn) in enumerate(chains(order.templates[int(coming_down)])[kv]):
-            found.setdefault((head, q), []).append((turn, start + step))
-    for visits in found.values():
+            visited.setdefault((head, q), []).append((turn, start + step))
+    for visits in visited.values():
         visits.sort()
         assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))
 
 
-def test_fold_launches_the_short_half_then_the_long_half() -> None:
-    order = schedule(square(4, CAUSAL, group=2, heads_kv=2), "fold")
-    assert bundles(order) == [(chain,) for chain in (3, 2, 0, 1, 7, 6, 4, 5)]
+def test_fold_takes_the_short_half_then_the_long_half() -> None:
+    order = arrange(square(4, CAUSAL, group=2, heads_kv=2), "fold")
+    assert bundles(order) == [(3,), (2,), (0,), (1,)]
     assert [[(head, q) for head, q, _ in chain] for chain in chains(order.templates[0])] == [
         [(0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1), (1, 0)],
         [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1)],
@@ -408,11 +362,11 @@ def test_fold_launches_the_short_half_then_the_long_half() -> None:
 def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
     """In each round the k-th of the short chains and the k-th of the long ones are as long as any other two. Only long
     chains come down, and those in the last query head only. Turns are taken in the order of launch."""
-    order = schedule(square(n, CAUSAL, group), "fold")
-    visits = chains(order.templates[0])
+    order = arrange(square(n, CAUSAL, group), "fold")
+    visits, launch = chains(order.templates[0]), [chain for (chain,) in bundles(order)]
     turns: dict[tuple[int, int], list[int]] = {}
     came_down = []
-    for kv in order.launch.tolist():
+    for kv in launch:
         up = list(range(kv, n))
         last = [q for head, q, _ in visits[kv] if head == group - 1]
         came_down.append(last != up)
@@ -421,9 +375,9 @@ def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
         for head, q, turn in visits[kv]:
             turns.setdefault((head, q), []).append(turn)
     assert all(each == list(range(len(each))) for each in turns.values())
-    assert verify(build(order)).co_resident == 1
+    assert verify(compose(order.tiling, "fold")).co_resident == 1
 
-    launched = zip(came_down, (n - order.launch).tolist(), strict=True)
+    launched = zip(came_down, [n - kv for kv in launch], strict=True)
     parts = [[length for _, length in part] for _, part in groupby(launched, key=lambda each: each[0])]
     shorts, longs = parts[::2], parts[1::2]
     assert not came_down[0] and len(shorts) == len(longs) == max(1, n // 256)
@@ -437,7 +391,7 @@ def test_fold_gives_every_worker_as_much(n: int, group: int) -> None:
 @pytest.mark.parametrize(("n", "group", "heads_kv"), [(6, 2, 2), (8, 4, 3), (256, 4, 2), (512, 2, 2), (768, 3, 1)])
 def test_fold_begins_every_round_together(n: int, group: int, heads_kv: int) -> None:
     """As many workers as a round has short chains: none waits for a turn, and all end at once."""
-    program = build(schedule(square(n, CAUSAL, group, heads_kv), "fold"))
+    program = compose(square(n, CAUSAL, group, heads_kv), "fold")
     workers = n // (2 * max(1, n // 256))
-    found = simulate(program, workers, Paper(1, 0.25), record=False)
-    assert found.makespan == 1.25 * len(program.expand().q) / workers
+    result = simulate(program, workers, Paper(1, 0.25), record=False)
+    assert result.makespan == 1.25 * len(program.expand().q) / workers

@@ -14,26 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import FORMAT, Program, build, load, save
+from dash_attn.program import FORMAT, TABLES, Program, Run, load, save
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
 
-TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")
-
 
 def sample() -> Program:
-    return build(schedule(tile(Problem(1, 4, 2, 12, 12, mask=CAUSAL), TileShape(2, 2)), "symmetric_shift"))
+    return compose(tile(Problem(1, 4, 2, 12, 12, mask=CAUSAL), TileShape(2, 2)), "symmetric_shift")
 
 
 def parts(program: Program, path: Path) -> dict[str, Any]:
     """A saved program taken apart: header and tables."""
     save(program, path)
     with np.load(path) as archive:
-        found = {name: archive[name] for name in archive.files}
-    return {**found, "header": json.loads(str(found["header"]))}
+        arrays = {name: archive[name] for name in archive.files}
+    return {**arrays, "header": json.loads(str(arrays["header"]))}
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -171,7 +169,7 @@ def test_flipped_and_lost_bytes(data: st.DataObject, tmp_path_factory: pytest.Te
 def test_a_program_that_is_whole_but_wrong_loads_and_is_refused_by_verify(tmp_path: Path) -> None:
     program = sample()
     runs = program.runs.copy()
-    runs[0, 4] += 1
+    runs[0, Run.TURN] += 1
     save(dataclasses.replace(program, runs=runs), tmp_path / "wrong.npz")
     with pytest.raises(VerifyError, match="turns are no permutation"):
         verify(load(tmp_path / "wrong.npz"))

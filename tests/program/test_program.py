@@ -11,27 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import Schedule, applicable, schedule
+from dash_attn.launch import compose, enqueue
+from dash_attn.order import Order, applicable, arrange
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import CHAIN, RUN, TILE, Program, build
+from dash_attn.program import CHAIN, RUN, TABLES, TILE, Chain, Program, Queue, Run, build
 from dash_attn.tiling import TileShape, TileState, Tiling, tile
 from dash_attn.verify import verify
-from tests.strategies import arbitrary_schedules, examples, programs, tilings
-
-TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")
+from tests.strategies import arbitrary_orders, examples, programs, tilings
 
 Visit = tuple[int, int, int, bool]
 
 
 def visits(program: Program) -> list[list[Visit]]:
     """(head, q tile, turn, partial) of each chain, read run by run in plain Python."""
-    found = []
+    chains = []
     for *_, first, count in program.chains.tolist():
         chain = []
         for head, q, step, length, turn, turn_step, partial in program.runs[first : first + count].tolist():
             chain += [(head, q + i * step, turn + i * turn_step, bool(partial)) for i in range(length)]
-        found.append(chain)
-    return found
+        chains.append(chain)
+    return chains
 
 
 def recut(program: Program, rng: np.random.Generator) -> Program:
@@ -39,7 +38,7 @@ def recut(program: Program, rng: np.random.Generator) -> Program:
     rows: list[list[int]] = []
     chains = program.chains.copy()
     for c, (*_, first, count) in enumerate(program.chains.tolist()):
-        chains[c, 3] = len(rows)
+        chains[c, Chain.FIRST_RUN] = len(rows)
         for head, q, step, length, turn, turn_step, partial in program.runs[first : first + count].tolist():
             at = 0
             while at < length:
@@ -48,15 +47,16 @@ def recut(program: Program, rng: np.random.Generator) -> Program:
                 steps = (step, turn_step) if piece > 1 else tuple(rng.integers(-1, 2, 2).tolist())
                 rows.append([head, q + at * step, steps[0], piece, turn + at * turn_step, steps[1], partial])
                 at += piece
-        chains[c, 4] = len(rows) - chains[c, 3]
+        chains[c, Chain.NUM_RUNS] = len(rows) - chains[c, Chain.FIRST_RUN]
     return dataclasses.replace(program, chains=chains, runs=np.array(rows, np.int32).reshape(-1, len(RUN)))
 
 
 @examples(200)
-@given(arbitrary_schedules())
-def test_tables_hold_the_schedule(order: Schedule) -> None:
-    program, tiling = build(order), order.tiling
-    assert [len(getattr(program, name).T) for name in TABLES[:3]] == [len(TILE), len(CHAIN), len(RUN)]
+@given(arbitrary_orders())
+def test_tables_hold_the_order_and_the_queue(made: tuple[Order, Queue]) -> None:
+    order, queue = made
+    program, tiling = build(order, queue), order.tiling
+    assert [getattr(program, name).shape[1] for name in TABLES[:3]] == [len(TILE), len(CHAIN), len(RUN)]
     expected = []
     for kind in order.template_of.tolist():
         template = order.templates[kind]
@@ -68,7 +68,7 @@ def test_tables_hold_the_schedule(order: Schedule) -> None:
                 ]
             )
     assert visits(program) == expected
-    assert np.array_equal(program.launch, order.launch) and np.array_equal(program.bundle_first, order.bundle_first)
+    assert np.array_equal(program.launch, queue.chains) and np.array_equal(program.bundle_first, queue.bundle_first)
 
 
 @examples(150)
@@ -89,7 +89,7 @@ def test_expand_is_the_visits_in_table_order(program: Program) -> None:
 @examples(100)
 @given(tilings())
 def test_tile_table_is_the_tiling(tiling: Tiling) -> None:
-    program = build(schedule(tiling, "fa3"))
+    program = compose(tiling, "fa3")
     state = np.zeros_like(tiling.state)
     for kv, first, count, partial in program.tiles.tolist():
         assert count > 0 and not state[kv, first : first + count].any()
@@ -112,14 +112,17 @@ def test_fingerprint_sees_every_change_of_order(program: Program, data: st.DataO
     if not len(program.runs):
         return
     runs = program.runs.copy()
-    runs[data.draw(st.integers(0, len(runs) - 1)), data.draw(st.sampled_from([0, 1, 4, 6]))] += 1
+    runs[
+        data.draw(st.integers(0, len(runs) - 1)),
+        data.draw(st.sampled_from([Run.HEAD, Run.FIRST_Q, Run.TURN, Run.PARTIAL])),
+    ] += 1
     assert dataclasses.replace(program, runs=runs).fingerprint != program.fingerprint
     geometry = dataclasses.replace(program.geometry, tile_m=program.geometry.tile_m + 1)
     assert dataclasses.replace(program, geometry=geometry).fingerprint != program.fingerprint
 
 
 def test_programs_cannot_be_changed() -> None:
-    program = build(schedule(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift"))
+    program = compose(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
     for name in TABLES:
         table = getattr(program, name)
         assert table.dtype == np.int32
@@ -132,17 +135,20 @@ def test_programs_cannot_be_changed() -> None:
 
 
 def test_later_changes_of_the_source_do_not_reach_the_program() -> None:
-    order = schedule(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
-    program = build(order)
-    before = program.launch.copy()
-    order.launch[:] = order.launch[::-1].copy()
-    np.testing.assert_array_equal(program.launch, before)
+    order = arrange(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
+    queue = enqueue(order)
+    program = build(order, queue)
+    launch, fingerprint = program.launch.copy(), program.fingerprint
+    queue.chains[:] = queue.chains[::-1].copy()
+    order.templates[0].turn[:] = 0
+    np.testing.assert_array_equal(program.launch, launch)
+    assert dataclasses.replace(program).fingerprint == fingerprint
 
 
 def test_task_names() -> None:
-    program = build(schedule(tile(Problem(2, 4, 2, 4, 4, mask=CAUSAL), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(2, 4, 2, 4, 4, mask=CAUSAL), TileShape(1, 1)), "fa3")
     chain = next(i for i, row in enumerate(program.chains[:, :3].tolist()) if row == [1, 1, 2])
-    run = int(program.chains[chain, 3])
+    run = int(program.chains[chain, Chain.FIRST_RUN])
     task = program.task(chain, run, 0)
     assert (task.batch, task.q_head, task.q_tile, task.kv_tile, task.turn) == (1, 2, 2, 2, 2)
     assert str(task) == "(batch 1, q head 2, q tile 2, kv tile 2, turn 2)"
@@ -156,9 +162,9 @@ LONG = Problem(1, 32, 32, 128 * 1024, 128 * 1024, mask=CAUSAL)
 @pytest.mark.parametrize("policy", ["fa3", "spt", "descending", "symmetric_shift", "diagonal", "search", "auto"])
 def test_32_heads_of_128k_tokens(policy: str) -> None:
     """33.6 million tasks: under 20 MB; built and verified in under 5 s, when compiled."""
-    verify(build(schedule(tile(Problem(1, 1, 1, 256, 256, mask=CAUSAL), TileShape(64, 128)), policy)))
+    verify(compose(tile(Problem(1, 1, 1, 256, 256, mask=CAUSAL), TileShape(64, 128)), policy))
     begin = time.process_time()
-    program = build(schedule(tile(LONG, TileShape(64, 128)), policy))
+    program = compose(tile(LONG, TileShape(64, 128)), policy)
     verify(program)
     seconds = time.process_time() - begin
     assert program.num_tasks == 32 * (2048 * 1024 // 2 + 1024)
@@ -169,9 +175,9 @@ def test_32_heads_of_128k_tokens(policy: str) -> None:
 def test_runs_are_long() -> None:
     """What heads share is stored once, and a chain is a few runs as long as turns advance evenly."""
     full, causal = dataclasses.replace(LONG, mask=FULL), LONG
-    assert len(build(schedule(tile(full, TileShape(128, 128)), "fa3")).runs) == 1024
-    assert len(build(schedule(tile(full, TileShape(128, 128)), "shift:1024")).runs) < 2 * 1024
-    assert len(build(schedule(tile(causal, TileShape(128, 128)), "spt")).runs) < 2 * 1024
+    assert len(compose(tile(full, TileShape(128, 128)), "fa3").runs) == 1024
+    assert len(compose(tile(full, TileShape(128, 128)), "shift:1024").runs) < 2 * 1024
+    assert len(compose(tile(causal, TileShape(128, 128)), "spt").runs) < 2 * 1024
 
 
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 9), (9, 0)])
@@ -179,7 +185,7 @@ def test_problems_without_tasks(lengths: tuple[int, int]) -> None:
     for mask in (FULL, CAUSAL):
         tiling = tile(Problem(2, 4, 2, *lengths, mask=mask), TileShape(4, 4))
         for name in applicable(tiling):
-            program = build(schedule(tiling, name))
+            program = compose(tiling, name)
             assert program.num_tasks == 0
-            assert verify(program, 3).co_resident <= 1
+            assert verify(program).on(3).co_resident <= 1
             assert len(program.fingerprint) == 16

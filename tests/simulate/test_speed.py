@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import build
 from dash_attn.simulate import Machine, Model, Paper, simulate
 from dash_attn.tiling import TileShape, tile
 
@@ -18,7 +17,7 @@ from dash_attn.tiling import TileShape, tile
 def test_264_thousand_tasks(policy: str, model: Model) -> None:
     """16k tokens, causal, 16 heads. The time of the process, not of the clock: other tests run beside this one."""
     problem = Problem(1, 16, 16, 16384, 16384, mask=CAUSAL)
-    program = build(schedule(tile(problem, TileShape(64, 128)), policy))
+    program = compose(tile(problem, TileShape(64, 128)), policy)
     assert program.num_tasks == 264_192
     times = []
     for _ in range(3):

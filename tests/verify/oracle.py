@@ -97,21 +97,21 @@ def faults(book: Book) -> dict[str, set[Name]]:
     if ends != (0, len(book.launch)) or any(a >= b for a, b in pairwise(book.bundle_first)):
         return {"bundles": set()}
 
-    found: dict[str, set[Name]] = defaultdict(set)
+    wrong: dict[str, set[Name]] = defaultdict(set)
     visits = [(c, v) for c, visits in enumerate(book.chains) for v in visits]
     if any(not (0 <= v.head < g.group and 0 <= v.q < g.num_q) for _, v in visits):
         return {"range": set()}
     done, needed, states = Counter(book.task(c, v) for c, v in visits), book.needed(), book.tile_states()
     for name in done.keys() | needed:
         if name not in needed:
-            found["empty tile visited"].add(name)
+            wrong["empty tile visited"].add(name)
         elif done[name] != 1:
-            found["tile done twice" if done[name] else "tile missed"].add(name)
+            wrong["tile done twice" if done[name] else "tile missed"].add(name)
     for c, v in visits:
         if v.partial != states.get((book.names[c][2], v.q), v.partial):
-            found["wrong mask flag"].add(book.task(c, v))
-    if found:
-        return dict(found)
+            wrong["wrong mask flag"].add(book.task(c, v))
+    if wrong:
+        return dict(wrong)
 
     by_target: dict[Name, list[tuple[int, Name]]] = defaultdict(list)
     for c, v in visits:
@@ -121,9 +121,9 @@ def faults(book: Book) -> dict[str, set[Name]]:
         turns = Counter(turn for turn, _ in entries)
         for turn, name in entries:
             if not 0 <= turn < len(entries) or turns[turn] > 1:
-                found["turns are no permutation"].add(name)
-    if found:
-        return dict(found)
+                wrong["turns are no permutation"].add(name)
+    if wrong:
+        return dict(wrong)
 
     graph: dict[Name, list[Name]] = defaultdict(list)
     for sequence in book.sequences():

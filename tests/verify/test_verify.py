@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, Sequences, build, bundles, place
+from dash_attn.program import Program, Sequences
 from dash_attn.tiling import TileShape, tile
-from dash_attn.verify import VerifyError, verify
+from dash_attn.verify import TooFewWorkers, VerifyError, verify
 from tests.strategies import examples, programs
 from tests.verify.oracle import Book, Visit, faults, finishes, proves_deadlock
 
@@ -279,14 +279,12 @@ def test_co_resident_is_exact(program: Program) -> None:
     assert finishes(sequences, max(needed, 1))
     assert needed <= 1 or not finishes(sequences, needed - 1)
     for workers in range(max(needed, 1), needed + 3):
-        placement = verify(program, workers).placement
-        assert placement is not None and len(placement.first) == workers + 1
-        assert finishes(placed(program, placement), workers)
-    for workers in range(1, needed):
-        with pytest.raises(
-            VerifyError, match=f"deadlock with {workers} co-resident workers: this order needs {needed}"
-        ):
-            verify(program, workers)
+        on = verify(program).on(workers)
+        assert on.workers == workers and on.co_resident == needed
+        assert finishes(placed(program, on.placement), workers)
+    for workers in range(needed):
+        with pytest.raises(TooFewWorkers, match=f"needs {needed} co-resident workers, {workers} are there"):
+            verify(program).on(workers)
 
 
 def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:
@@ -305,20 +303,17 @@ def test_any_placement_is_judged_right(program: Program, workers: int, seed: int
     placement = Sequences(first.astype(np.int32), chains)
     lines = placed(program, placement)
     if finishes(lines, workers):
-        assert verify(program, placement=placement).placement is placement
+        assert verify(program).placed(placement).workers == workers
         event("runs")
         return
     event("deadlocks")
     with pytest.raises(VerifyError, match=f"deadlock with {workers} co-resident workers") as error:
-        verify(program, placement=placement)
+        verify(program).placed(placement)
     assert proves_deadlock(error.value.tasks, lines), str(error.value)
 
 
 def test_wrong_placements() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "fa3"))
-    good = place(program, 2)
-    with pytest.raises(VerifyError, match="for 2 workers, only 1 are co-resident"):
-        verify(program, 1, good)
+    program = compose(tile(Problem(1, 1, 1, 4, 4), TileShape(1, 1)), "fa3")
     numbers = lambda *x: np.array(x, np.int32)  # noqa: E731
     for first, chains in [
         ((0, 2, 4), (0, 1, 2, 2)),
@@ -331,14 +326,14 @@ def test_wrong_placements() -> None:
         ((), (0, 1, 2, 3)),
     ]:
         with pytest.raises(VerifyError, match="placement"):
-            verify(program, placement=Sequences(numbers(*first), numbers(*chains)))
+            verify(program).placed(Sequences(numbers(*first), numbers(*chains)))
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
 
 
 def causal(policy: str = "fa3") -> Program:
-    return build(schedule(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), policy))
+    return compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), policy)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +360,7 @@ def test_messages_name_tasks(mutate: Callable[[Book], None], text: str) -> None:
 
 def test_a_cycle_is_told_as_a_ring() -> None:
     """Two chains, each of which waits for the second task of the other."""
-    book = Book.of(build(schedule(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3")))
+    book = Book.of(compose(tile(Problem(1, 1, 1, 2, 2), TileShape(1, 1)), "fa3"))
     for chain, turns in zip(book.chains, [(1, 0), (0, 1)], strict=True):
         for v, turn in zip(chain, turns, strict=True):
             v.turn = turn
@@ -376,7 +371,7 @@ def test_a_cycle_is_told_as_a_ring() -> None:
 
 
 def test_a_bundle_that_waits_for_itself() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 1, 2), TileShape(1, 1)), "fa3"))
+    program = compose(tile(Problem(1, 1, 1, 1, 2), TileShape(1, 1)), "fa3")
     backwards = dataclasses.replace(program, launch=np.array([1, 0], np.int32), bundle_first=np.array([0, 2], np.int32))
     with pytest.raises(VerifyError, match="cycle") as error:
         verify(backwards)
@@ -394,9 +389,9 @@ def test_run_cuts_and_launch_order_do_not_matter_to_validity() -> None:
 def test_co_residency_of_the_policies() -> None:
     full = tile(Problem(1, 4, 4, 12, 12, mask=FULL), TileShape(1, 1))
     triangle = tile(Problem(1, 4, 4, 12, 12, mask=CAUSAL), TileShape(1, 1))
-    needs = {name: verify(build(schedule(full, name))).co_resident for name in ("fa3", "shift", "shift:5", "shift:1")}
+    needs = {name: verify(compose(full, name)).co_resident for name in ("fa3", "shift", "shift:5", "shift:1")}
     assert needs == {"fa3": 1, "shift": 12, "shift:5": 4, "shift:1": 1}
-    needs = {name: verify(build(schedule(triangle, name))).co_resident for name in ("spt", "descending", "diagonal")}
+    needs = {name: verify(compose(triangle, name)).co_resident for name in ("spt", "descending", "diagonal")}
     assert needs == {"spt": 1, "descending": 1, "diagonal": 12}
-    assert verify(build(schedule(triangle, "symmetric_shift"))).co_resident == 6
-    assert [len(x) for x in pairwise(bundles(build(schedule(triangle, "symmetric_shift"))).first)] == [2] * 24
+    assert verify(compose(triangle, "symmetric_shift")).co_resident == 6
+    assert np.diff(compose(triangle, "symmetric_shift").bundles.first).tolist() == [2] * 24

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from dash_attn.backends.base import Backward, Forward, Gradients, Operands, Opti
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
 from dash_attn.backends.cpu.shape import tile_shape
+from dash_attn.backends.sources import source_hash
 from dash_attn.plan import Plan
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -57,8 +57,5 @@ class CpuBackend:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """Hash of what computes on the CPU."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    """Hash of the code in this folder."""
+    return source_hash(Path(__file__).parent.glob("*.py"))

@@ -1,8 +1,5 @@
-"""Hopper (sm_90a) backward kernel: an interpreter of Programs.
+"""The Hopper (sm_90a) backend. Its backward kernel executes Programs.
 
-`config`, `smem_plan` and `barriers` are pure Python; the other files import the CuTe DSL.
+`device` holds the kernels and imports the CuTe DSL. `cta`, `config`, `smem_plan` and `barriers` describe them in pure
+Python. `launch`, `forwards` and `backend` are the host's side.
 """
-
-from .config import KernelConfig, select
-
-__all__ = ["KernelConfig", "select"]

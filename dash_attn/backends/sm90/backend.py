@@ -12,6 +12,7 @@ from dash_attn.backends.base import Backward, Forward, Options
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
+from dash_attn.verify import TooFewWorkers
 
 from . import forwards
 from .config import HEAD_DIMS, KernelConfig, select
@@ -67,7 +68,7 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
     problem, workers = plan.problem, resident_workers(device) - options.sm_margin
     try:
         placed = placement(plan, workers)
-    except ValueError as error:
+    except TooFewWorkers as error:
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
     cfg = config_of(problem, options)
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
@@ -111,4 +112,4 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
     options = Options() if options is None else options
     cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, problem.len_k)
-    return replace(cfg, **dict(options.kernel)).validate() if options.kernel else cfg  # type: ignore[arg-type]
+    return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

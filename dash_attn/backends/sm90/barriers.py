@@ -1,101 +1,101 @@
-"""Every barrier of the kernel, declared once: who arrives, how often. Pure Python.
+"""Every barrier of the kernel, declared once. Pure Python.
 
-mbarrier        completes when                                      waited for by
-q_full, do_full producer announced the bytes and they landed        consumers
-q_empty, ...    every consumer warp is done with the stage          producer
-k_full, v_full  K (with the chain's facts) and V landed             consumers
-k_empty, ...    every consumer warp is done with the chain's K, V   producer
-task_full       the producer wrote entry e of the task ring         writers
-ds_full         both warpgroups wrote their columns of dS            consumers
-dq_full         one warpgroup staged its half of a tile             the slot's writer
-dq_empty        the slot's half is free (and holds the partial sum, consumers
-                when the tile is to be finished)
-dk_full         one warpgroup staged its rows of dK in the dS buffers  the dK writer
-dk_empty        those rows are stored, dS may be written again         consumers
+The kernel takes offsets and arrival counts from these tables. The model of the roles in tests/backends/sm90/protocol.py
+runs on the same tables, and a test compares them with the calls in the kernel's source.
+
+    mbarrier         completes a phase when
+    q_full, do_full  the producer has announced the bytes of a stage and they have landed
+    q_empty, ...     every consumer warp has left the stage
+    k_full           K has landed, and the chain's row of `info` is written
+    v_full           V has landed
+    k_empty, ...     every consumer warp has left the chain's K or V
+    task_full        the producer has written an entry of the task ring
+    ds_full          both warpgroups have written their columns of dS
+    dq_full          one warpgroup has staged its half of a dQ slot
+    dq_empty         the half is free. For a task that finishes its dQ tile, the half also holds the partial sum
+    dk_full          both warpgroups have staged dK in the dS buffers
+    dk_empty         dK is stored, and dS may be written again
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
-from .config import CONSUMER_WARPGROUPS, RING, WARPGROUP, KernelConfig
+from .cta import (
+    CHAINS_IN_FLIGHT,
+    CONSUMER_THREADS,
+    CONSUMER_WARPS,
+    DQ_SLOTS,
+    HALF_SLOTS,
+    RING,
+    STAGES,
+    THREADS,
+    WARP,
+    WARPGROUP,
+    WRITERS,
+)
 
-HARDWARE_NAMED_BARRIERS = 16
 
-
-class NamedBarrier(IntEnum):
-    """Hardware barriers (bar.sync ids)."""
-
-    CTA = 0  # reserved for sync_threads
-    CONSUMERS = 1  # both consumer warpgroups
-    GROUP = 2  # GROUP + warpgroup: one consumer warpgroup
+class Role(Enum):
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    DQ_WRITER = "dQ writer"
+    DK_WRITER = "dK writer"
 
 
 @dataclass(frozen=True)
 class MBarrierSpec:
+    """One kind of mbarrier (a barrier in shared memory)."""
+
     name: str
     count: int  # barriers of this kind
-    arrivals: int  # per phase
+    arrivals: int  # per phase. A load that counts bytes arrives once
+    arrives: Role
+    waits: Role
 
 
-def mbarrier_specs(cfg: KernelConfig) -> tuple[MBarrierSpec, ...]:
-    warps = cfg.consumer_threads // 32
-    halves = cfg.dq_slots * CONSUMER_WARPGROUPS
-    return (
-        MBarrierSpec("q_full", cfg.stages, 1),
-        MBarrierSpec("q_empty", cfg.stages, warps),
-        MBarrierSpec("do_full", cfg.stages, 1),
-        MBarrierSpec("do_empty", cfg.stages, warps),
-        MBarrierSpec("k_full", 1, 1),
-        MBarrierSpec("k_empty", 1, warps),
-        MBarrierSpec("v_full", 1, 1),
-        MBarrierSpec("v_empty", 1, warps),
-        MBarrierSpec("task_full", RING, 1),
-        MBarrierSpec("ds_full", cfg.ds_stages, warps),
-        MBarrierSpec("dq_full", halves, WARPGROUP // 32),
-        MBarrierSpec("dq_empty", halves, 1),
-        MBarrierSpec("dk_full", 1, warps),
-        MBarrierSpec("dk_empty", 1, 1),
-    )
+MBARRIERS = (
+    MBarrierSpec("q_full", STAGES, 1, Role.PRODUCER, Role.CONSUMER),
+    MBarrierSpec("q_empty", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
+    MBarrierSpec("do_full", STAGES, 1, Role.PRODUCER, Role.CONSUMER),
+    MBarrierSpec("do_empty", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
+    MBarrierSpec("k_full", 1, 1, Role.PRODUCER, Role.CONSUMER),
+    MBarrierSpec("k_empty", 1, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
+    MBarrierSpec("v_full", 1, 1, Role.PRODUCER, Role.CONSUMER),
+    MBarrierSpec("v_empty", 1, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
+    MBarrierSpec("task_full", RING, 1, Role.PRODUCER, Role.DQ_WRITER),
+    MBarrierSpec("ds_full", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.CONSUMER),
+    MBarrierSpec("dq_full", HALF_SLOTS, WARPGROUP // WARP, Role.CONSUMER, Role.DQ_WRITER),
+    MBarrierSpec("dq_empty", HALF_SLOTS, 1, Role.DQ_WRITER, Role.CONSUMER),
+    MBarrierSpec("dk_full", 1, CONSUMER_WARPS, Role.CONSUMER, Role.DK_WRITER),
+    MBarrierSpec("dk_empty", 1, 1, Role.DK_WRITER, Role.CONSUMER),
+)
+MBARRIER_COUNT = sum(spec.count for spec in MBARRIERS)
+# Number of the first barrier of each kind, counted from the start of the buffer.
+MBARRIER_OFFSETS = {spec.name: sum(before.count for before in MBARRIERS[:i]) for i, spec in enumerate(MBARRIERS)}
 
 
-def mbarrier_count(cfg: KernelConfig) -> int:
-    return sum(s.count for s in mbarrier_specs(cfg))
+class NamedBarrier(IntEnum):
+    """Hardware barriers by id. An SM has 16 for a CTA."""
+
+    CTA = 0  # all threads, once; the id that sync_threads uses
+    CONSUMERS = 1  # both consumer warpgroups
+    GROUP_0 = 2  # consumer warpgroup 0
+    GROUP_1 = 3  # consumer warpgroup 1
 
 
-def mbarrier_offsets(cfg: KernelConfig) -> dict[str, int]:
-    at, out = 0, {}
-    for s in mbarrier_specs(cfg):
-        out[s.name] = at
-        at += s.count
-    return out
+NAMED_BARRIER_THREADS = {
+    NamedBarrier.CTA: THREADS,
+    NamedBarrier.CONSUMERS: CONSUMER_THREADS,
+    NamedBarrier.GROUP_0: WARPGROUP,
+    NamedBarrier.GROUP_1: WARPGROUP,
+}
 
-
-def named_barrier_threads(cfg: KernelConfig) -> dict[int, int]:
-    ids = {int(NamedBarrier.CTA): cfg.threads, int(NamedBarrier.CONSUMERS): cfg.consumer_threads}
-    for wg in range(CONSUMER_WARPGROUPS):
-        ids[NamedBarrier.GROUP + wg] = WARPGROUP
-    return ids
-
-
-def ring_depth_needed(cfg: KernelConfig) -> int:
-    """Entries that can be published but not yet read.
-
-    The producer runs at most `stages` tasks and two chain ends (one entry each) ahead of the consumers,
-    because every task waits for its Q stage and every chain for K of the chain before; the consumers are at
-    most `dq_slots` entries ahead of the writers, because every entry waits for its slot. One end mark per
-    writer follows the last chain, and one more entry is being written.
-    """
-    return cfg.stages + 2 + cfg.dq_slots + cfg.writers + 1
-
-
-def barrier_problems(cfg: KernelConfig) -> list[str]:
-    out = []
-    if max(named_barrier_threads(cfg)) >= HARDWARE_NAMED_BARRIERS:
-        out.append("named barrier ids run past the hardware's 16")
-    if any(t % 32 for t in named_barrier_threads(cfg).values()):
-        out.append("named barriers count whole warps")
-    if ring_depth_needed(cfg) > RING:
-        out.append(f"the task ring needs {ring_depth_needed(cfg)} entries and has {RING}")
-    return out
+# Entries of the task ring that can be written before the slowest writer has read the first of them:
+# - STAGES tasks ahead of the consumers, because every task waits for its stage of Q;
+# - an end of a chain for each of CHAINS_IN_FLIGHT chains, because every chain waits for the K of the chain before;
+# - DQ_SLOTS entries by which the consumers are ahead of the writers, because every entry waits for its slot;
+# - an end mark for each writer, behind the last chain;
+# - the entry that is being written.
+RING_DEPTH_NEEDED = STAGES + CHAINS_IN_FLIGHT + DQ_SLOTS + WRITERS + 1

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
+from dash_attn.program import Chain, Run
 
-from .config import REPORT, STAMPS, KernelConfig
+from .config import REPORT, STAMPS
+from .cta import WRITERS
 from .launch import Launch
 from .tables import DeviceTables
 from .workspace import Workspace
@@ -34,9 +36,10 @@ class TraceBuffers:
     @staticmethod
     def of(tables: DeviceTables) -> TraceBuffers:
         """As many rows as the longest worker has entries: one for each task, and one for each chain."""
-        runs, chains = tables.runs[:, 3].cpu().numpy(), tables.chains.cpu().numpy()
-        until = np.append(0, np.cumsum(runs, dtype=np.int64))
-        tasks = until[chains[:, 3] + chains[:, 4]] - until[chains[:, 3]]
+        counts, chains = tables.runs[:, Run.COUNT].cpu().numpy(), tables.chains.cpu().numpy()
+        until = np.append(0, np.cumsum(counts, dtype=np.int64))
+        first, count = chains[:, Chain.FIRST_RUN], chains[:, Chain.NUM_RUNS]
+        tasks = until[first + count] - until[first]
         entries = np.append(0, np.cumsum(1 + tasks[tables.worker_chains.cpu().numpy()]))
         rows = 1 + int(np.diff(entries[tables.worker_first.cpu().numpy()]).max(initial=0))
         shape = (tables.workers, rows, len(STAMPS))
@@ -58,10 +61,10 @@ class DebugBuffers:
     reports: Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes directly
 
     @staticmethod
-    def of(cfg: KernelConfig, tables: DeviceTables, ws: Workspace) -> DebugBuffers:
+    def of(tables: DeviceTables, ws: Workspace) -> DebugBuffers:
         planes, n_q, *part = ws.dq_sum.shape
         turns = max(1, int(tables.contributors.max()))
-        reports = torch.zeros(tables.workers, cfg.writers, len(REPORT), dtype=torch.int32, pin_memory=True)
+        reports = torch.zeros(tables.workers, WRITERS, len(REPORT), dtype=torch.int32, pin_memory=True)
         return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
 
     @property
@@ -90,7 +93,7 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     """
     workspace = Workspace.of(launch.cfg, operands.q)
     workspace.dq_sum.zero_()
-    buffers = DebugBuffers.of(launch.cfg, launch.tables, workspace)
+    buffers = DebugBuffers.of(launch.tables, workspace)
     try:
         launch(operands, into, workspace, buffers)
         torch.cuda.synchronize(operands.q.device)

@@ -1,31 +1,39 @@
 """Compiled kernels, kept in memory and on disk.
 
-A file's name hashes all that its machine code depends on: the config, this package's sources and the compiler's
-version. Files appear by renaming, so that processes may share a folder.
+A file's name hashes what its machine code depends on: the config, the kernel's sources and the compiler's version.
+A file appears by renaming, so processes can share a folder.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dash_attn.backends.sources import source_hash
+from dash_attn.program import Chain, Run
+
 from .config import KernelConfig
 
 log = logging.getLogger(__name__)
-ENTRY = "dash_attn_kernel"
+ENTRY = "dash_attn_kernel"  # the function's name in a compiled file
+CONSTANTS = ("barriers.py", "config.py", "cta.py", "smem_plan.py")  # what device/*.py imports from this folder
+
+Kernel = Callable[..., None]
 
 
 class Kernels(NamedTuple):
-    prepare: Any
-    main: Any
-    finish: Any  # None where the last contributor finishes dQ
+    """The launches of one backward, in order."""
+
+    prepare: Kernel
+    main: Kernel
+    finish: Kernel | None  # None where the last contributor finishes dQ
 
 
 def folder() -> Path:
@@ -33,18 +41,23 @@ def folder() -> Path:
     return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dash_attn"
 
 
-@functools.lru_cache(None)
+def kernel_sources() -> list[Path]:
+    """The files that fix the machine code: the kernels, and the constants and tables that they read."""
+    here = Path(__file__).parent
+    return [*here.glob("device/*.py"), *(here / name for name in CONSTANTS)]
+
+
+@functools.cache
 def toolchain() -> str:
-    """Hash of the sources in this folder and of the compiler's versions."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\\0" + path.read_bytes())
+    """Hash of the kernel's sources, of the columns that it reads, and of the compiler's version."""
+    columns = [(column.name, column.value) for table in (Chain, Run) for column in table]
+    parts = [source_hash(kernel_sources()), str(columns)]
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:
-            digest.update(f"{package} {version(package)}".encode())
+            parts.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            digest.update(f"{package} unknown".encode())
-    return digest.hexdigest()
+            parts.append(f"{package} unknown")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def path_of(kind: str, cfg: KernelConfig) -> Path:
@@ -52,21 +65,22 @@ def path_of(kind: str, cfg: KernelConfig) -> Path:
     return folder() / f"sm90-{kind}-{key}.o"
 
 
-def load(path: Path):
+def load(path: Path) -> Kernel:
     import cutlass.cute as cute
 
-    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+    kernel: Kernel = getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), ENTRY)
+    return kernel
 
 
-def save(fn, path: Path) -> None:
+def save(compiled: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".o")
     os.close(handle)
-    fn.export_to_c(object_file_path=temporary, function_name=ENTRY)
+    compiled.export_to_c(object_file_path=temporary, function_name=ENTRY)
     os.replace(temporary, path)
 
 
-def build(kind: str, cfg: KernelConfig):
+def build(kind: str, cfg: KernelConfig) -> Kernel:
     path = path_of(kind, cfg)
     if path.exists():
         try:
@@ -75,27 +89,26 @@ def build(kind: str, cfg: KernelConfig):
             log.warning("cannot load %s (%s); compiling again", path, error)
     from .device.compile import COMPILERS
 
-    fn = COMPILERS[kind](cfg)
+    kernel: Kernel = COMPILERS[kind](cfg)
     try:
-        save(fn, path)
+        save(kernel, path)
     except OSError as error:
         log.warning("cannot keep %s (%s)", path, error)
-    return fn
+    return kernel
 
 
 def shared(cfg: KernelConfig) -> KernelConfig:
-    """The part of a config that the side kernels depend on."""
-    return KernelConfig(cfg.dim, cfg.tile_m, cfg.tile_n, cfg.dtype, head_dim=cfg.head_dim)
+    """The config of the kernels before and after the main one, which depend on the tiles alone."""
+    return KernelConfig(cfg.columns, cfg.dtype)
 
 
-@functools.lru_cache(None)
-def side_kernel(kind: str, cfg: KernelConfig):
+@functools.cache
+def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
     return build(kind, cfg)
 
 
-@functools.lru_cache(None)
+@functools.cache
 def kernels(cfg: KernelConfig) -> Kernels:
-    """The launches of one backward, compiled at most once per process and, with a warm folder, not at all."""
-    cfg = dataclasses.replace(cfg).validate()
+    """Compiled at most once in a process, and not at all if the folder has them."""
     finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
     return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish)

@@ -23,8 +23,8 @@ from torch import Tensor
 from dash_attn.backends.base import Forward
 from dash_attn.problem import Problem
 
+from .alignment import Alignment, aligned
 from .fa4 import Fa4Forward, entry
-from .launch import aligned
 from .packing import Packing, packing_of, unpacked
 
 VARIABLE = "DASH_ATTN_FORWARD"
@@ -175,12 +175,15 @@ class LibraryForward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._bound: dict[str | None, Forward] = {}  # by the value of DASH_ATTN_FORWARD
+        self._takes = Alignment()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
         asked = os.environ.get(VARIABLE)
         run = self._bound.get(asked)
         if run is None:
             run = self._bound[asked] = choose(self.problem).bound(self.problem)
+        if self._takes(q, k, v):
+            return run(q, k, v)
         return run(aligned(q), aligned(k), aligned(v))
 
 

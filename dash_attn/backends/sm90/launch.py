@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
 
+from .alignment import Alignment, aligned
 from .cache import kernels
 from .config import KernelConfig
 from .tables import DeviceTables
@@ -39,7 +40,7 @@ class Launch:
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
         self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
         self.clears = tables.empty_q_tiles or not cfg.ordered
-        self._aligned: dict[tuple[tuple[int, ...], ...], bool] = {}  # by strides
+        self._takes = Alignment()
         self._streams: set[int] = set()  # that have used the tables
 
     def __call__(
@@ -65,16 +66,6 @@ class Launch:
         for given, copy in zip(into, copies, strict=True):
             if given is not copy:
                 given.copy_(copy)
-
-    def _takes(self, *tensors: Tensor) -> bool:
-        strides = tuple([x.stride() for x in tensors])
-        fit = self._aligned.get(strides)
-        if fit is None:
-            fit = self._aligned[strides] = fits(*strides)
-        starts = 0
-        for x in tensors:
-            starts |= x.data_ptr()
-        return fit and starts % 16 == 0
 
     def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
         dout, q, k, v, out, lse = operands
@@ -105,14 +96,3 @@ def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) ->
         dq.zero_()
     if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
         ws.dq_sum.zero_()
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy that bulk loads can take: contiguous rows; start and strides, none 0, at 16 bytes."""
-    if x.data_ptr() % 16 == 0 and fits(x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor whose start alone is off
-
-
-def fits(*strides: tuple[int, ...]) -> bool:
-    return all(last == 1 and all(s > 0 and s % 8 == 0 for s in others) for *others, last in strides)

@@ -1,14 +1,43 @@
-"""Shared memory of one CTA: every buffer with its offset. Pure Python."""
+"""The shared memory of one CTA: every buffer with its place, and the words of the small tables. Pure Python."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from .barriers import mbarrier_count
-from .config import CONSUMER_WARPGROUPS, RING, KernelConfig
+from .barriers import MBARRIER_COUNT
+from .cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, DQ_SLOTS, RING, STAGES, TILE_N
 
-ENTRY_WORDS = 4  # int32 words of a task entry
-INFO_WORDS = 4  # int32 words that describe a chain: runs, kv tile, kv head, batch
+if TYPE_CHECKING:
+    from .config import KernelConfig
+
+
+class TaskEntry(IntEnum):
+    """int32 words of an entry of the task ring that stands for a task."""
+
+    FLAGS = 0
+    Q_TILE = 1
+    PLANE = 2
+    TURN = 3
+
+
+class GradEntry(IntEnum):
+    """int32 words of an entry that stands for the end of a chain. The kv tile is where dV belongs."""
+
+    FLAGS = 0
+    KV_TILE = 1
+    KV_HEAD = 2
+    BATCH = 3
+
+
+class Info(IntEnum):
+    """int32 words of `info`, which describes a chain."""
+
+    NUM_RUNS = 0
+    KV_TILE = 1
+    KV_HEAD = 2
+    BATCH = 3
 
 
 @dataclass(frozen=True)
@@ -32,32 +61,28 @@ class SmemPlan:
         return self.buffers[-1].end
 
     def __getitem__(self, name: str) -> Buffer:
-        return next(b for b in self.buffers if b.name == name)
-
-    def table(self) -> str:
-        rows = [f"{b.name:8} {b.offset:8} {b.bytes:8}" for b in self.buffers]
-        return "\n".join([*rows, f"{'total':8} {'':8} {self.total:8}"])
+        return next(buffer for buffer in self.buffers if buffer.name == name)
 
 
 def plan(cfg: KernelConfig) -> SmemPlan:
-    """Buffers in the order of the kernel's struct. Swizzled tiles need 1024-byte bases."""
-    m, n, d, two = cfg.tile_m, cfg.tile_n, cfg.dim, 2
-    wanted = [
-        ("mbars", 8 * mbarrier_count(cfg), 8),
-        ("ring", 4 * ENTRY_WORDS * RING, 16),
-        ("info", 4 * INFO_WORDS * 2, 16),
-        ("lse", 4 * m * cfg.stages, 128),
-        ("delta", 4 * m * cfg.stages, 128),
-        ("q", two * m * d * cfg.stages, 1024),
-        ("do", two * m * d * cfg.stages, 1024),
-        ("k", two * n * d, 1024),
-        ("v", two * n * d, 1024),
-        ("ds", two * m * n * cfg.ds_stages, 1024),
-        ("dq", 4 * cfg.half_floats * CONSUMER_WARPGROUPS * cfg.dq_slots, 1024),
+    """The buffers in the order of the kernel's struct. Swizzled tiles begin at multiples of 1024 bytes."""
+    q_tile, kv_tile, ds_tile = (2 * size for size in (cfg.tile_m * cfg.dim, TILE_N * cfg.dim, cfg.tile_m * TILE_N))
+    sizes = [
+        ("mbars", 8 * MBARRIER_COUNT, 8),
+        ("ring", 4 * len(TaskEntry) * RING, 16),
+        ("info", 4 * len(Info) * CHAINS_IN_FLIGHT, 16),
+        ("lse", 4 * cfg.tile_m * STAGES, 128),
+        ("delta", 4 * cfg.tile_m * STAGES, 128),
+        ("q", q_tile * STAGES, 1024),
+        ("do", q_tile * STAGES, 1024),
+        ("k", kv_tile, 1024),
+        ("v", kv_tile, 1024),
+        ("ds", ds_tile * STAGES, 1024),
+        ("dq", 4 * cfg.half_floats * CONSUMER_WARPGROUPS * DQ_SLOTS, 1024),
     ]
-    at, out = 0, []
-    for name, size, align in wanted:
-        at = -(-at // align) * align
-        out.append(Buffer(name, size, align, at))
-        at += size
-    return SmemPlan(tuple(out))
+    used, buffers = 0, []
+    for name, size, align in sizes:
+        offset = -(-used // align) * align
+        buffers.append(Buffer(name, size, align, offset))
+        used = offset + size
+    return SmemPlan(tuple(buffers))

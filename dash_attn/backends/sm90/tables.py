@@ -45,13 +45,17 @@ class DeviceTables:
             raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
-        runs = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
-        runs[: len(program.runs), : program.runs.shape[1]] = program.runs
-        parts = [program.chains, runs, first, placement.chains, program.contributors, *rows]  # all of them int32
+        padded = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
+        padded[: len(program.runs), : program.runs.shape[1]] = program.runs
+        parts = [program.chains, padded, first, placement.chains, program.contributors, *rows]  # all of them int32
         flat = uploaded(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
-        views = [view.view(part.shape) for view, part in zip(torch.split(flat, [p.size for p in parts]), parts, strict=True)]
-        row_lo, row_hi = views[5:] or (None, None)
-        return DeviceTables(*views[:5], bool((program.contributors == 0).any()), row_lo, row_hi)
+        views = [
+            view.view(part.shape) for view, part in zip(torch.split(flat, [p.size for p in parts]), parts, strict=True)
+        ]
+        chains, runs, worker_first, worker_chains, contributors, *intervals = views
+        row_lo, row_hi = intervals or (None, None)
+        empty = bool((program.contributors == 0).any())
+        return DeviceTables(chains, runs, worker_first, worker_chains, contributors, empty, row_lo, row_hi)
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ class Workspace(NamedTuple):
             room = dq.view(-1).view(torch.float32)[: sum(sizes[:3])]
         else:
             room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
-        lse2, delta, words = torch.split(room, sizes[:3])
+        lse2, delta, words = torch.split(room, list(sizes[:3]))
         counters = words.view(torch.int32)
         if cfg.last_finishes:  # q tiles of one head are polled at the same time, so they lie far apart
             counters = counters.view(n_q, planes, *cfg.counters).transpose(0, 1)

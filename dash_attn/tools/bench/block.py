@@ -21,10 +21,11 @@ from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
 from dash_attn.tools.bench import peers
-from dash_attn.tools.bench.cases import Case, Model
+from dash_attn.tools.bench.cases import BenchCase, Model
 from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.operands import TOLERANCE
-from dash_attn.tools.bench.record import Row, gpu_now, shape_of
+from dash_attn.tools.bench.record import gpu_now, shape_of
+from dash_attn.tools.bench.report import Row
 from dash_attn.tools.bench.timing import event, peak_bytes, sample, summary
 from dash_attn.tools.bench.variants import Backward, reason
 
@@ -136,7 +137,7 @@ def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Ba
     }
 
 
-def measure_block(model: Model, case: Case, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
+def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
     """Forward and backward of a block, and how much of it is attention."""
     device, problem = settings.timing.device, case.problem
     attention = prepare(problem, "auto", Options(), device)

@@ -1,4 +1,4 @@
-"""What is timed, as data: the paper's grid, known models at their real dimensions, lengths up to 128k."""
+"""The cases of the suites, as data: the paper's grid, known models at their real dimensions, lengths up to 128k."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONG = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 DIMS = (128, 64)
-TOKENS, HIDDEN = 16384, 2048  # the paper's grid keeps both
+TOKENS, HIDDEN = 16384, 2048  # in every cell of the paper's grid
 
 
 @dataclass(frozen=True)
-class Case:
-    """A named problem."""
+class BenchCase:
+    """A problem, and its name in tables and result files."""
 
     name: str
     problem: Problem
@@ -25,7 +25,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Of the backward, counted as usual: five products, half of them for a causal mask."""
+        """Operations of the backward by the usual count: five products, half of each for a causal mask."""
         p = self.problem
         return 10.0 * p.batch * p.heads_q * p.len_q * p.len_k * p.dim * (0.5 if p.mask.is_causal else 1.0)
 
@@ -34,8 +34,8 @@ class Case:
 class Model:
     """One transformer block of a model. `mlp` is the width of its MLP, gated or not.
 
-    A mixture of experts is named by how many experts a token visits (`experts`): the block then has one dense MLP of
-    that many widths, which is the arithmetic of balanced routing without its gathers and scatters.
+    In a mixture of experts a token visits `experts` of them. The block has one dense MLP of that many widths instead:
+    the arithmetic of balanced routing without its gathers and scatters.
     """
 
     name: str
@@ -46,15 +46,15 @@ class Model:
     mlp: int
     mask: Mask
     gated: bool = True
-    bias: bool = False  # of the query, key and value projections
+    bias: bool = False  # in the query, key and value projections
     rotary: bool = True
     experts: int = 1
     batch: int = 1
     lengths: tuple[int, ...] = (8192, 16384, 32768)
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[BenchCase]:
         return [
-            Case(
+            BenchCase(
                 f"{self.name} {self.batch}x{n}",
                 Problem(self.batch, self.heads, self.heads_kv, n, n, self.dim, mask=self.mask),
             )
@@ -75,27 +75,40 @@ MODELS = (
 )
 
 
-def grid(dims: tuple[int, ...] = DIMS, lengths: tuple[int, ...] = LENGTHS) -> list[Case]:
-    """The paper's: 16,384 tokens and hidden size 2,048, whatever the length and the head dim."""
+def grid(dims: tuple[int, ...] = DIMS, lengths: tuple[int, ...] = LENGTHS) -> list[BenchCase]:
+    """The paper's grid: every cell has 16,384 tokens and hidden size 2,048."""
     return [
-        Case(f"d{dim} {mask} {n}", Problem(TOKENS // n, HIDDEN // dim, HIDDEN // dim, n, n, dim, mask=mask))
+        BenchCase(f"d{dim} {mask} {n}", Problem(TOKENS // n, HIDDEN // dim, HIDDEN // dim, n, n, dim, mask=mask))
         for dim in dims
         for mask in (FULL, CAUSAL)
         for n in lengths
     ]
 
 
-def models() -> list[Case]:
-    """Attention alone, as the blocks of these models have it. Mixtral's attention is that of LLaMA3-8B."""
-    short = Case("LLaMA3-8B 4x2048", Problem(4, 32, 8, 2048, 2048, 128, mask=CAUSAL))
+def models() -> list[BenchCase]:
+    """Attention of the models. Mixtral is left out: its attention has the shape of LLaMA3-8B's."""
+    short = BenchCase("LLaMA3-8B 4x2048", Problem(4, 32, 8, 2048, 2048, 128, mask=CAUSAL))
     return [case for model in MODELS if model.name != "Mixtral-8x7B" for case in model.cases()] + [short]
 
 
-def lengths(longest: int = LONG[-1]) -> list[Case]:
-    """One sequence with the heads of LLaMA3-8B, longer and longer."""
-    return [Case(f"32/8 heads causal {n}", Problem(1, 32, 8, n, n, 128, mask=CAUSAL)) for n in LONG if n <= longest]
+def lengths(longest: int = LONG[-1]) -> list[BenchCase]:
+    """One sequence with the heads of LLaMA3-8B, from 1k tokens on."""
+    return [
+        BenchCase(f"32/8 heads causal {n}", Problem(1, 32, 8, n, n, 128, mask=CAUSAL)) for n in LONG if n <= longest
+    ]
 
 
-def tiny() -> list[Case]:
-    """For machines without a GPU: shows that the harness works, and nothing about speed."""
-    return [Case(f"d64 {mask} 256", Problem(1, 2, 1, 256, 256, 64, "float32", mask=mask)) for mask in (FULL, CAUSAL)]
+def padded(dims: tuple[int, ...] = (80, 96)) -> list[BenchCase]:
+    """Head dims that the kernel pads to 128."""
+    return [
+        BenchCase(f"16x4096 16/16 heads d{dim} {mask}", Problem(16, 16, 16, 4096, 4096, dim, mask=mask))
+        for dim in dims
+        for mask in (FULL, CAUSAL)
+    ]
+
+
+def tiny() -> list[BenchCase]:
+    """Cases for machines without a GPU: they show that the harness works, and nothing about speed."""
+    return [
+        BenchCase(f"d64 {mask} 256", Problem(1, 2, 1, 256, 256, 64, "float32", mask=mask)) for mask in (FULL, CAUSAL)
+    ]

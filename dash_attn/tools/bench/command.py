@@ -1,11 +1,10 @@
-"""`dash-attn bench`, and `python -m dash_attn.tools.bench` where there is no typer: words in, exit status out."""
+"""`dash-attn bench`, and `python -m dash_attn.tools.bench` where typer is not installed."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +15,20 @@ import torch
 from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tools.bench import cases
-from dash_attn.tools.bench.cases import Case, Model
+from dash_attn.tools.bench.cases import BenchCase, Model
 from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.ours import Ours
 from dash_attn.tools.bench.peers import PEERS, peer
-from dash_attn.tools.bench.suites import SUITES, Suite, run_suite, shown
+from dash_attn.tools.bench.report import Result
+from dash_attn.tools.bench.suites import QUICK, SUITES, Suite, run_suite, shown
 from dash_attn.tools.bench.timing import Timing
 
-# Small enough for a second, so that the harness itself can be tried without a GPU.
+# A block that takes a second on a CPU: it tries the harness where there is no GPU.
 TINY_BLOCK = Model("tiny", 64, 2, 1, 32, 128, CAUSAL, lengths=(128,))
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes are errors like all others, shown by whoever called."""
+    """A parser that raises ValueError for a mistake, so that the caller shows it like any other error."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} ({self.prog} --help lists the options)")
@@ -40,16 +40,16 @@ def names(text: str) -> tuple[str, ...]:
 
 def numbers(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in names(text))
+        parsed = tuple(int(part) for part in names(text))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        parsed = ()
+    if not parsed or min(parsed) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers from 1, separated by commas")
-    return found
+    return parsed
 
 
 def shape_options(parser: argparse.ArgumentParser) -> None:
-    """FlashAttention's words for a shape."""
+    """Options that name a shape in FlashAttention's words."""
     group = parser.add_argument_group("shape")
     group.add_argument("--batch-size", type=int, help="sequences")
     group.add_argument("--nheads", type=int, help="query heads")
@@ -85,20 +85,22 @@ def parser() -> Parser:
         default=[{}],
         help="JSON of kernel config fields to change, one or more",
     )
-    made.add_argument("--rounds", type=int, help="samples of each variant (default 15, --quick 5)")
-    made.add_argument("--budget-ms", type=float, help="time of each variant (default 100, --quick 25)")
+    made.add_argument("--rounds", type=int, help="samples of each variant (default 15 or the suite's, --quick 5)")
+    made.add_argument("--budget-ms", type=float, help="time of each variant (default 100 or the suite's)")
     made.add_argument(
         "--lead-ms",
         type=float,
-        help="of untimed calls before each sample (default 10): the more, the more are clocks those of a variant alone",
+        help="untimed calls of the same variant before each sample (default 10 or the suite's): they bring the GPU to "
+        "the clock of this variant",
     )
     made.add_argument("--out", type=Path, help="file.json, or a folder (default: benchmarks/results)")
+    made.add_argument("--add", action="store_true", help="keep the rows of --out that this run does not measure")
     shape_options(made)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run; 0 if everything that ran was right, 1 if something failed."""
+    """Run the command. The exit status is 0 if everything that ran was right, 1 if something failed."""
     args = parser().parse_args(list(arguments))
     for option, allowed in (("rounds", 1), ("budget_ms", 0.1), ("lead_ms", 0.1)):
         given = getattr(args, option)
@@ -108,22 +110,24 @@ def main(arguments: Sequence[str]) -> int:
     device = _device(args)
     failed = False
     for name in chosen:
+        path = _out(args, name, device)
         result = run_suite(
             name,
             cases_of(args, name),
             _settings(args, SUITES[name], device),
-            _out(args, name, device),
+            path,
             (TINY_BLOCK,) if args.cpu else cases.MODELS,
+            _earlier(path) if args.add else None,
         )
         print(shown(result), end="\n\n")
         failed |= any(row["failed"] for row in result["rows"])
-        if (path := _out(args, name, device)) is not None:
-            print(f"wrote {path} and {path.with_suffix('.csv').name}")
+        if path is not None:
+            print(f"wrote {path}")
     return int(failed)
 
 
-def cases_of(args: argparse.Namespace, name: str) -> list[Case]:
-    """Own ones if heads are given, else those of the suite that match what is given."""
+def cases_of(args: argparse.Namespace, name: str) -> list[BenchCase]:
+    """Cases of the given shape if heads are given, else the cases of the suite that match the options."""
     masks = [FULL, CAUSAL] if args.causal is None else [CAUSAL if args.causal else FULL]
     if args.nheads is not None:
         if name == "block":
@@ -151,11 +155,11 @@ def cases_of(args: argparse.Namespace, name: str) -> list[Case]:
     return some
 
 
-def _case(args: argparse.Namespace, length: int, dim: int, mask: Any) -> Case:
+def _case(args: argparse.Namespace, length: int, dim: int, mask: Any) -> BenchCase:
     kv = args.nheads if args.nheads_kv is None else args.nheads_kv
     dtype = args.dtype or ("float32" if args.cpu else "bfloat16")
     problem = Problem(args.batch_size or 1, args.nheads, kv, length, length, dim, dtype, mask=mask)
-    return Case(f"{problem.batch}x{length} {args.nheads}/{kv} heads d{dim} {mask}", problem)
+    return BenchCase(f"{problem.batch}x{length} {args.nheads}/{kv} heads d{dim} {mask}", problem)
 
 
 def _settings(args: argparse.Namespace, suite: Suite, device: torch.device) -> Settings:
@@ -169,8 +173,8 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device) -> S
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
     ours = Ours(policies, unordered, tuple(args.config))
-    usual = (5, 25.0) if args.quick else (15, 100.0)
-    how = (args.rounds or usual[0], args.budget_ms or usual[1], args.lead_ms or Timing.lead_ms)
+    effort = QUICK if args.quick else suite.effort
+    how = (args.rounds or effort.rounds, args.budget_ms or effort.budget_ms, args.lead_ms or effort.lead_ms)
     return Settings(Timing(device, *how), ours, peers, args.deterministic)
 
 
@@ -192,14 +196,20 @@ def _out(args: argparse.Namespace, name: str, device: torch.device) -> Path | No
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     kind = re.sub(r"[^a-z0-9]+", "_", kind.lower().removeprefix("nvidia").strip())
     folder = args.out or Path("benchmarks/results")
-    return Path(folder) / f"{name}_{kind}_{time.strftime('%Y-%m-%d')}.json"
+    return Path(folder) / f"{name}_{kind}.json"
+
+
+def _earlier(path: Path | None) -> Result | None:
+    if path is None or not path.is_file():
+        return None
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise argparse.ArgumentTypeError(f"{text!r}: expected an object of config fields")
-    return found
+    return fields

@@ -21,16 +21,17 @@ from torch.nn.functional import scaled_dot_product_attention
 import dash_attn
 from dash_attn.backends import Gradients
 from dash_attn.problem import CAUSAL, Problem, documents
-from dash_attn.tools.bench.cases import Case
+from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.operands import TOLERANCE, draw, error, exact_part
 from dash_attn.tools.bench.peers import on_gpu
-from dash_attn.tools.bench.record import Row, gpu_now, shape_of
+from dash_attn.tools.bench.record import gpu_now, shape_of
+from dash_attn.tools.bench.report import Row
 from dash_attn.tools.bench.timing import summary
 from dash_attn.tools.bench.variants import Call, reason
 
 CASES = (
-    Case("1x512 4 heads d64 causal", Problem(1, 4, 4, 512, 512, 64, mask=CAUSAL)),
-    Case(
+    BenchCase("1x512 4 heads d64 causal", Problem(1, 4, 4, 512, 512, 64, mask=CAUSAL)),
+    BenchCase(
         "packed, cu_seqlens on the device",
         Problem(1, 4, 4, 512, 512, 64, mask=documents([0, 90, 301, 512], causal=True)),
     ),
@@ -130,7 +131,7 @@ OURS: dict[str, Timed] = {"attention": attention, "forward": forward, "backward"
 PEERS: dict[str, Timed] = {"torch": by_torch, "fa4 det": fa4}
 
 
-def measure_host(device: torch.device, cases: Sequence[Case] = CASES) -> list[Row]:
+def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> list[Row]:
     """A row for each case: microseconds until a call of each variant returns. `missing` could not run, `failed` ran and
     is wrong."""
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext()
@@ -138,7 +139,7 @@ def measure_host(device: torch.device, cases: Sequence[Case] = CASES) -> list[Ro
         return [_row(case, device) for case in cases]
 
 
-def _row(case: Case, device: torch.device) -> Row:
+def _row(case: BenchCase, device: torch.device) -> Row:
     setting, (rounds, untimed, timed) = Setting.of(case.problem, device), EFFORT[device.type]
     row: Row = {"cell": case.name, "shape": shape_of(case.problem), "calls": rounds * timed}
     row |= {"missing": {}, "failed": {}}

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Gradients
-from dash_attn.tools.bench.cases import Case
+from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.operands import TOLERANCE, error, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours
 from dash_attn.tools.bench.peers import PEERS, peer
-from dash_attn.tools.bench.record import Row, gpu_now, shape_of
-from dash_attn.tools.bench.report import pair_of
+from dash_attn.tools.bench.record import gpu_now, shape_of
+from dash_attn.tools.bench.report import Row, pair_of
 from dash_attn.tools.bench.timing import Timing, kernel_shares, peak_bytes, time_all
 from dash_attn.tools.bench.variants import Call, Variant, reason
 
@@ -32,13 +32,13 @@ class Settings:
     peers: tuple[str, ...] = ()
     deterministic_only: bool = False
 
-    def variants(self, case: Case) -> list[Variant]:
+    def variants(self, case: BenchCase) -> list[Variant]:
         """Peers first: ours is read against them."""
         variants = [*map(peer, self.peers), *self.ours.variants(case.problem)]
         return [v for v in variants if v.deterministic or not self.deterministic_only]
 
 
-def measure(case: Case, settings: Settings) -> Row:
+def measure(case: BenchCase, settings: Settings) -> Row:
     """Microseconds, memory and errors of every variant, and which share of a call of ours is the main kernel;
     `missing` could not run, `failed` ran and is wrong."""
     device = settings.timing.device
@@ -80,7 +80,7 @@ def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Tim
     return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
 
 
-def deviation(case: Case, settings: Settings, passes: int = PASSES) -> Row:
+def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> Row:
     """How far identical backward passes lie apart: the largest |g_r - g_first| of a pass, averaged over the passes."""
     row: Row = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
     sets = input_sets(case.problem, settings.timing.device)[:1]
@@ -103,7 +103,7 @@ def deviation(case: Case, settings: Settings, passes: int = PASSES) -> Row:
     return row
 
 
-def _check(case: Case, variant: Variant, call: Call, want: Gradients, row: Row) -> None:
+def _check(case: BenchCase, variant: Variant, call: Call, want: Gradients, row: Row) -> None:
     first = [x.clone() for x in call()]
     off = row["error"][variant.name] = error(case.problem, tuple(first), want)
     same = all(_same(call(), first) for _ in range(REPEATS))

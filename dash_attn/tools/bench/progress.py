@@ -1,4 +1,4 @@
-"""How far along: a bar where there is a terminal and rich, else a line for each step on standard error."""
+"""Progress on standard error: a bar on a terminal with rich, else a line for each step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
-Tell = Callable[[str, int], None]  # what is done now, and how many steps were finished before
+Tell = Callable[[str, int], None]  # the label of the step that begins, and the number of finished steps
 
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Tell]:
-    """A function to call whenever something new begins."""
+    """Yield a function to call when a step begins."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,7 +32,7 @@ def progress(total: int, what: str) -> Iterator[Tell]:
 
 
 def steps(items: Sequence[T], what: str) -> Iterator[T]:
-    """The items, one by one, while it is shown how many are done."""
+    """Yield the items one by one and show how many are done."""
     with progress(len(items), what) as tell:
         for number, item in enumerate(items):
             tell(str(getattr(item, "name", "")), number)

@@ -1,8 +1,7 @@
-"""Where numbers came from, and where they go: JSON for programs and plots, CSV with a line for each number."""
+"""The environment of a run, and result files."""
 
 from __future__ import annotations
 
-import csv
 import importlib.metadata
 import json
 import os
@@ -12,23 +11,20 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dash_attn import __version__
 from dash_attn.problem import Problem
+from dash_attn.tools.bench.report import Result, Row
 
-Row = dict[str, Any]
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
-SHAPE = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "mask", "dtype")
-TIMES = ("us_median", "us_p20", "us_p80", "tflops")
-COLUMNS = ("suite", "cell", "variant", *SHAPE, *TIMES, "peak_bytes", "error", "same_bits", "deviation", "note")
+SAME = ("device", "dash_attn", "torch", "cuda", *PACKAGES)  # equal in all runs that share a file
 
 
 def environment(device: torch.device) -> Row:
-    """What a reader needs to know to believe a number."""
-    found: Row = {
+    """The command, the date, the machine and the versions of everything that takes part."""
+    facts: Row = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
@@ -40,20 +36,21 @@ def environment(device: torch.device) -> Row:
     if device.type == "cuda":
         query = "name,driver_version,clocks.sm,clocks.max.sm,power.limit"
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        found |= {"gpu": _smi(query), "cudnn": cudnn}
+        facts |= {"gpu": _smi(query), "cudnn": cudnn}
     else:
-        found["threads"] = torch.get_num_threads()
-    return found | {name: _version(name) for name in PACKAGES}
+        facts["threads"] = torch.get_num_threads()
+    return facts | {name: _version(name) for name in PACKAGES}
 
 
 def command() -> str:
+    """The command line of this process, as a user would type it."""
     program = Path(sys.argv[0])
     name = "python -m dash_attn.tools.bench" if program.name == "__main__.py" else program.name
     return " ".join([name, *sys.argv[1:]])
 
 
 def gpu_now(device: torch.device) -> str | None:
-    """Clock, power and temperature at this moment, so right after a load."""
+    """Clock, power and temperature at this moment: called right after a load."""
     return _smi("clocks.sm,power.draw,temperature.gpu") if device.type == "cuda" else None
 
 
@@ -62,47 +59,34 @@ def shape_of(problem: Problem) -> Row:
     return {name: getattr(problem, name) for name in names} | {"mask": str(problem.mask)}
 
 
-def write(result: Mapping[str, Any], path: Path) -> list[Path]:
-    """`path` and the same beside it as .csv. Written after every row, so that an interrupted run leaves its rows."""
-    write_json(result, path)
-    beside = path.with_suffix(".csv")
-    with beside.open("w", newline="", encoding="utf-8") as file:
-        lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        lines.writeheader()
-        for row in result["rows"]:
-            lines.writerows(_lines(str(result.get("suite", "")), row))
-    return [path, beside]
+def continued(earlier: Result, result: Result) -> Row:
+    """A result that begins with the rows of an earlier run of the same suite on the same machine and versions."""
+    before, now = earlier["environment"], result["environment"]
+    if earlier["suite"] != result["suite"]:
+        raise ValueError(f"--add: the file holds suite {earlier['suite']}, this run is suite {result['suite']}")
+    for name in SAME:
+        if before.get(name) != now.get(name):
+            raise ValueError(f"--add: {name} was {before.get(name)} in the file and is {now.get(name)} in this run")
+    commands = dict.fromkeys([*before["command"].splitlines(), now["command"]])
+    return {**result, "environment": {**before, **now, "command": "\n".join(commands)}, "rows": [*earlier["rows"]]}
 
 
-def write_json(value: Mapping[str, Any], path: Path) -> None:
-    """All of it or what was there before, so that a run that is cut off leaves a whole file."""
+def put(row: Row, rows: list[Row]) -> None:
+    """Add a row, in the place of the row of the same case if there is one."""
+    at = next((i for i, old in enumerate(rows) if old["cell"] == row["cell"]), len(rows))
+    rows[at : at + 1] = [row]
+
+
+def write_json(value: Mapping[str, object], path: Path) -> None:
+    """Replace the file in one step, so that a run that is cut off leaves a whole file."""
     path, text = path.resolve(), json.dumps(value, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # a device or a pipe is written to, never replaced
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         path.write_text(text, encoding="utf-8")
         return
     beside = path.with_name(f"{path.name}.part")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
-
-
-def _lines(suite: str, row: Row) -> list[Row]:
-    """A line for each variant of a row, also for those that did not run."""
-    notes = row.get("missing", {}) | row.get("failed", {})
-    apart = {name: x["mean"] if isinstance(x, dict) else x for name, x in row.get("deviation", {}).items()}
-    made = []
-    for name in dict.fromkeys([*row.get("us", {}), *apart, *notes]):
-        us = row.get("us", {}).get(name)
-        line: Row = {"suite": suite, "cell": row["cell"], "variant": name, "note": notes.get(name, "")}
-        line |= {key: value for key, value in row.get("shape", {}).items() if key in SHAPE}
-        if us is not None:
-            line |= {f"us_{key}": f"{us[key]:.3f}" for key in ("median", "p20", "p80")}
-            if row.get("flops"):
-                line["tflops"] = f"{row['flops'] / us['median'] / 1e6:.1f}"
-        line |= {key: row.get(key, {}).get(name, "") for key in ("peak_bytes", "error", "same_bits")}
-        line["deviation"] = apart.get(name, "")
-        made.append(line)
-    return made
 
 
 def _smi(query: str) -> str | None:

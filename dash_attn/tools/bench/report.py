@@ -1,23 +1,34 @@
-"""Results as text: a table for each suite, the same with and without a terminal."""
+"""Results as text: the tables of each suite, for a terminal and for a document."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dash_attn.order import POLICIES
 
-Row = dict[str, Any]  # as in a result's file: pictures of it need no torch
-Table = tuple[list[str], list[list[str]]]  # header, lines
+Row = dict[str, Any]  # one case of a result file; plain data, so that pictures of it need no torch
+Result = Mapping[str, Any]  # a result file: environment, suite, rows
+TableText = tuple[list[str], list[list[str]]]  # header, lines
 
 BASELINE = "fa4 det"
-# Deterministic and not, by the same author: what determinism costs.
+# The deterministic and the other variant of one library: their times give the price of determinism.
 PAIRS = {"ours": ("default", "any"), "fa4": ("fa4 det", "fa4"), "fa2": ("fa2 det", "fa2")}
 
 
+def is_audit(path: Path) -> bool:
+    """Whether a file is a report of `dash-attn audit`, which may lie beside the results of `dash-attn bench`."""
+    try:
+        return "entries" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, TypeError):
+        return False
+
+
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they must be; the first to the left, numbers to the right."""
+    """A table in columns of equal width: the first column to the left, numbers to the right."""
     lines = [list(map(str, line)) for line in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     shown = [
@@ -29,23 +40,31 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in [shown[0], "-" * len(shown[0]), *shown[1:]])
 
 
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same table for a document."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def is_ours(name: str) -> bool:
-    """An order, perhaps with changed fields of the kernel's config behind it."""
+    """Whether a variant is an order of ours, possibly with changed fields of the kernel's config behind its name."""
     order, *fields = name.split(" ")
     return order.partition(":")[0] in POLICIES and all("=" in field for field in fields)
 
 
 def median(row: Row, name: str) -> float | None:
-    found = row["us"].get(name)
-    return None if found is None else float(found["median"])
+    """Microseconds of a variant, or None if it did not run."""
+    us = row["us"].get(name)
+    return None if us is None else float(us["median"])
 
 
 def default_of(row: Row) -> str:
-    """Our variant that `auto` stands for; older results name it by its place."""
-    return str(row.get("default") or next((name for name in row["us"] if is_ours(name)), ""))
+    """The name of the variant that `auto` stands for in this row."""
+    return str(row["default"])
 
 
 def unordered_of(row: Row) -> str:
+    """The name of our variant without an order."""
     return next((name for name in row["us"] if name.startswith("any")), "any")
 
 
@@ -54,24 +73,23 @@ def tflops(row: Row, name: str) -> float | None:
     return row["flops"] / us / 1e6 if us and row.get("flops") else None
 
 
-def throughput(result: Mapping[str, Any]) -> Table:
-    """TFLOPS of every variant, and how our default stands to the baseline."""
+def throughput(result: Result) -> TableText:
+    """TFLOPS of every variant, and the ratio of our default to the baseline."""
     header, lines = _by_variant(result, "TFLOPS", tflops)
     for row, line in zip(result["rows"], lines, strict=True):
-        ours, base = median(row, default_of(row)), median(row, BASELINE)
-        line.append(f"{base / ours:.2f}x" if base and ours else "-")
+        line.append(times(speed(row, BASELINE)))
     return [*header, f"ours/{BASELINE}"], lines
 
 
-def memory(result: Mapping[str, Any]) -> Table | None:
-    """Peak memory of every variant's call, or nothing where it was not counted."""
+def memory(result: Result) -> TableText | None:
+    """Peak memory of every variant's call, or None where it was not counted."""
     if not any(any(row.get("peak_bytes", {}).values()) for row in result["rows"]):
         return None
     return _by_variant(result, "peak MB", lambda row, name: (row.get("peak_bytes", {}).get(name) or 0) / 1e6 or None)
 
 
-def _by_variant(result: Mapping[str, Any], what: str, value: Callable[[Row, str], float | None]) -> Table:
-    """One column for our default and one for the control, whatever orders they stand for in a mask."""
+def _by_variant(result: Result, what: str, value: Callable[[Row, str], float | None]) -> TableText:
+    """A column for each variant. Our default and our control have one column each, whatever their orders are."""
     rows = result["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["us"] if not _special(row, name)))
     lines = []
@@ -86,7 +104,22 @@ def _special(row: Row, name: str) -> bool:
     return name == default_of(row) or name.startswith("any")
 
 
-def ratios(result: Mapping[str, Any]) -> str:
+def speed(row: Row, peer: str) -> float | None:
+    """How many times as fast as a variant our default is."""
+    own, theirs = median(row, default_of(row)), median(row, peer)
+    return theirs / own if own and theirs else None
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(x) for x in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def ratios(result: Result) -> str:
     """Geometric mean and worst cell of our default and of our best order against each peer."""
     text = []
     names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
@@ -99,76 +132,82 @@ def ratios(result: Mapping[str, Any]) -> str:
             if is_ours(name) or name.startswith("any"):
                 continue
             pairs = [(median(row, name), pick(row), row["cell"]) for row in result["rows"]]
-            found = [(theirs / own, cell) for theirs, own, cell in pairs if theirs and own]
-            if found:
-                mean = math.exp(sum(math.log(r) for r, _ in found) / len(found))
-                worst, cell = min(found)
+            by_cell = [(theirs / own, cell) for theirs, own, cell in pairs if theirs and own]
+            if by_cell:
+                mean = geometric_mean(ratio for ratio, _ in by_cell)
+                worst, cell = min(by_cell)
                 text.append(f"{label}: geometric mean {mean:.3f}x {name}, worst {worst:.3f}x at {cell}")
     return "\n".join(text)
 
 
 def pair_of(row: Row, pair: str) -> tuple[str, str]:
-    """Names of the deterministic variant and its counterpart."""
+    """Names of the deterministic variant of a library and of its counterpart."""
     return (default_of(row), unordered_of(row)) if pair == "ours" else PAIRS[pair]
 
 
 def price(row: Row, pair: str) -> float | None:
-    """Share of its throughput that a library loses by being deterministic; below 0 it gains. From the times of the two
-    by themselves, where they were taken."""
+    """The share of its throughput that a library loses by being deterministic; below 0 it gains.
+
+    The two are compared in a run of their own where there is one: there they draw the same power and have one clock.
+    """
     alone = row.get("pairs", {}).get(pair)
     slow, fast = (median({"us": alone} if alone else row, name) for name in pair_of(row, pair))
     return 1 - fast / slow if slow and fast else None
 
 
-def prices(result: Mapping[str, Any]) -> Table:
-    """What determinism costs, by library."""
-    lines = []
-    for row in result["rows"]:
-        found = [price(row, pair) for pair in PAIRS]
-        lines.append([row["cell"], *("-" if x is None else f"{x:+.1%}" for x in found)])
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:+.1%}"
+
+
+def prices(result: Result) -> TableText:
+    """The price of determinism, by library."""
+    lines = [[row["cell"], *(percent(price(row, pair)) for pair in PAIRS)] for row in result["rows"]]
     return ["price of determinism", *PAIRS], lines
 
 
-def blocks(result: Mapping[str, Any]) -> Table:
-    """Whole block, its parts, and the speed-up over the deterministic baseline."""
+def blocks(result: Result) -> TableText:
+    """The time of a whole block, its parts, and the speed-up over the deterministic baseline."""
     lines = []
     for row in result["rows"]:
         base = median(row, BASELINE)
         for name, us in row["us"].items():
             part = row["parts"][name]
             shares = [part[key] / us["median"] for key in ("attention forward", "attention backward", "rest")]
-            speed = f"{base / us['median']:.3f}x" if base else "-"
+            gain = f"{base / us['median']:.3f}x" if base else "-"
             peak = row["peak_bytes"].get(name)
             cells = [f"{us['median'] / 1e3:.2f}", *(f"{x:.0%}" for x in shares), f"{peak / 1e6:.0f}" if peak else "-"]
-            lines.append([row["cell"], name, *cells, speed])
+            lines.append([row["cell"], name, *cells, gain])
     return ["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines
 
 
-def hosts(result: Mapping[str, Any]) -> Table:
+def hosts(result: Result) -> TableText:
     """Microseconds until a call returns, and how our forward and backward stands to torch's."""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
     lines = []
     for row in result["rows"]:
         ours, base = median(row, "attention"), median(row, "torch")
         values = (median(row, name) for name in names)
-        ratio = f"{ours / base:.2f}x" if ours and base else "-"
-        lines.append([row["cell"], *("-" if x is None else f"{x:.0f}" for x in values), ratio])
+        shown = ("-" if us is None else f"{us:.0f}" for us in values)
+        lines.append([row["cell"], *shown, times(ours / base if ours and base else None)])
     return ["host us", *names, "attention/torch"], lines
 
 
-def deviations(result: Mapping[str, Any]) -> Table:
-    """The paper's Table 1."""
+def deviations(result: Result) -> TableText:
+    """How far identical passes lie apart: the paper's Table 1."""
     lines = []
     for row in result["rows"]:
-        for name, found in row["deviation"].items():
-            worst = [f"{found['worst'][key]:.1e}" if found["worst"][key] else "0" for key in ("dq", "dk", "dv")]
-            mean = f"{found['mean']:.1e}" if found["mean"] else "0"
-            lines.append([row["cell"], name, "yes" if found["deterministic"] else "no", mean, *worst])
+        for name, seen in row["deviation"].items():
+            worst = [distance(seen["worst"][key]) for key in ("dq", "dk", "dv")]
+            lines.append([row["cell"], name, "yes" if seen["deterministic"] else "no", distance(seen["mean"]), *worst])
     return ["case", "variant", "promised", "mean of max", "dq", "dk", "dv"], lines
 
 
-def absent(result: Mapping[str, Any]) -> str:
-    """What did not run or ran wrong, once for each reason."""
+def distance(x: float) -> str:
+    return f"{x:.1e}" if x else "0"
+
+
+def absent(result: Result) -> str:
+    """Which variants did not run or were wrong, once for each reason."""
     places: dict[tuple[str, str, str], list[str]] = {}
     for row in result["rows"]:
         for kind in ("missing", "failed"):
@@ -182,21 +221,21 @@ def absent(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
+def tables(result: Result) -> list[TableText]:
     """The tables of a suite."""
-    suite = result.get("suite", "grid")
+    suite = result["suite"]
     if suite == "host":
         return [hosts(result)]
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
-    priced = suite == "price" or any(price(row, "ours") is not None for row in result["rows"])
-    found = [throughput(result), memory(result), prices(result) if priced else None]
-    return [table for table in found if table is not None]
+    priced = any(price(row, "ours") is not None for row in result["rows"])
+    made = [throughput(result), memory(result), prices(result) if priced else None]
+    return [table for table in made if table is not None]
 
 
-def summary(result: Mapping[str, Any]) -> str:
-    """All that is to be said about a result."""
+def summary(result: Result) -> str:
+    """All tables and sentences about a result."""
     parts = [text_table(*table) for table in tables(result)]
-    if result.get("suite") not in ("block", "deviation", "host"):
+    if result["suite"] not in ("block", "deviation", "host"):
         parts.append(ratios(result))
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

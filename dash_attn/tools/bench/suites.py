@@ -1,41 +1,53 @@
-"""Suites: which cases, beside whom, how long. One function runs any of them."""
+"""The suites: their cases, peers, orders and number of rounds. One function runs any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dash_attn.tools.bench import cases, record
 from dash_attn.tools.bench.block import measure_block
-from dash_attn.tools.bench.cases import MODELS, Case, Model
+from dash_attn.tools.bench.cases import MODELS, BenchCase, Model
 from dash_attn.tools.bench.host import CASES as HOST_CASES
 from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
-from dash_attn.tools.bench.report import summary
+from dash_attn.tools.bench.report import Result, Row, summary
 
 EVERYONE = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "cudnn det", "flex", "triton two-pass")
 FEW = ("fa4", "fa4 det")
 
 
 @dataclass(frozen=True)
+class Effort:
+    """How long each variant is timed: the samples, the milliseconds of all of them, the milliseconds before each."""
+
+    rounds: int = 15
+    budget_ms: float = 100.0
+    lead_ms: float = 10.0
+
+
+QUICK = Effort(5, 25.0)
+
+
+@dataclass(frozen=True)
 class Suite:
-    """`peers` and `policies` are the defaults; what --quick leaves out is named in the command's help."""
+    """What a suite measures unless options say otherwise. `quick` and `quick_peers` are the parts that --quick runs."""
 
     title: str
-    cases: Callable[[], list[Case]]
-    quick: Callable[[], list[Case]]
+    cases: Callable[[], list[BenchCase]]
+    quick: Callable[[], list[BenchCase]]
     peers: tuple[str, ...]
     quick_peers: tuple[str, ...] = FEW
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
+    effort: Effort = Effort()
 
 
-# FlexAttention compiles for every shape, a quarter of a minute each: on the large grids it is left to --peers.
+# FlexAttention takes a quarter of a minute to compile for a shape, so on large grids it runs only if --peers names it.
 _GRID_PEERS = tuple(name for name in EVERYONE if name != "flex")
 _DEFAULTS = ("auto",)
 SUITES: dict[str, Suite] = {
@@ -44,6 +56,25 @@ SUITES: dict[str, Suite] = {
         cases.grid,
         lambda: cases.grid(lengths=(512, 4096, 16384)),
         _GRID_PEERS,
+        effort=Effort(lead_ms=20.0),
+    ),
+    "grid_close": Suite(
+        "the grid's contenders by themselves: auto and the paper's order beside FlashAttention-4",
+        cases.grid,
+        lambda: cases.grid(lengths=(512, 4096, 16384)),
+        FEW,
+        policies=("auto", "shift:64", "symmetric_shift:64"),
+        unordered=False,
+        effort=Effort(31, 250.0, 20.0),
+    ),
+    "grid_ours": Suite(
+        "our orders over the grid, without peers",
+        cases.grid,
+        lambda: cases.grid(lengths=(512, 4096, 16384)),
+        (),
+        (),
+        unordered=False,
+        effort=Effort(lead_ms=20.0),
     ),
     "models": Suite(
         "attention's backward at the dimensions of known models",
@@ -66,6 +97,13 @@ SUITES: dict[str, Suite] = {
         ("fa4", "fa4 det", "fa2 det", "cudnn", "triton two-pass"),
         policies=_DEFAULTS,
         unordered=False,
+    ),
+    "padded": Suite(
+        "head dims that the kernel pads to 128",
+        cases.padded,
+        lambda: cases.padded((96,)),
+        FEW,
+        policies=_DEFAULTS,
     ),
     "block": Suite(
         "a transformer block, forward and backward (its Figure 10)",
@@ -94,14 +132,18 @@ SUITES: dict[str, Suite] = {
 
 def run_suite(
     name: str,
-    chosen: Sequence[Case],
+    chosen: Sequence[BenchCase],
     settings: Settings,
     out: Path | None = None,
     models: Sequence[Model] = MODELS,
-) -> dict[str, Any]:
-    """Measure every case; the result, also written to `out` after each of them."""
+    earlier: Result | None = None,
+) -> Row:
+    """Measure every case. The result is also written to `out` after each case, so an interrupted run leaves its rows.
+    It keeps the rows of an `earlier` run whose cases are not measured again."""
     device = settings.timing.device
-    result: dict[str, Any] = {"environment": record.environment(device), "suite": name, "rows": []}
+    result: Row = {"environment": record.environment(device), "suite": name, "rows": []}
+    if earlier is not None:
+        result = record.continued(earlier, result)
     by_name = {case.name: model for model in models for case in model.cases()}
     for case in steps(chosen, name):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -113,15 +155,14 @@ def run_suite(
             else:
                 row = (deviation if name == "deviation" else measure)(case, settings)
         release(device)
-        result["rows"].append(row)
+        record.put(row, result["rows"])
         if out is not None:
-            record.write(result, out)
+            record.write_json(result, out)
     return result
 
 
-def shown(result: dict[str, Any]) -> str:
-    """Title, environment in a line, tables."""
+def shown(result: Result) -> str:
+    """The suite's title, the environment in a line, the tables."""
     env = result["environment"]
-    title = SUITES[result["suite"]].title if result["suite"] in SUITES else result["suite"]
     where = ", ".join(str(env[key]) for key in ("device", "torch", "cuda") if env.get(key))
-    return f"{title}\n{where}\n\n{summary(result)}"
+    return f"{SUITES[result['suite']].title}\n{where}\n\n{summary(result)}"

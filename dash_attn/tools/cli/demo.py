@@ -16,7 +16,7 @@ from dash_attn.order import applicable
 from dash_attn.plan import plan
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
-from dash_attn.simulate import Paper, simulate
+from dash_attn.simulate import Paper
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import viz
 from dash_attn.tools.bench.operands import draw_operands, exact
@@ -189,8 +189,8 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     """Every policy that applies, in the paper's model: a section of the report, and a table."""
     problem = Problem(1, heads, heads, 2 * workers, 2 * workers, mask=mask)
     shape, model = TileShape(2, 2), Paper(1.0, 0.35)
-    programs = [plan(problem, shape, name).program for name in applicable(tile(problem, shape))]
-    rows = policy_rows(programs, workers, model)
+    programs = [plan(problem, shape, name).verified for name in applicable(tile(problem, shape))]
+    rows, results = policy_rows(programs, workers, model, record=True)
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
     header = ["policy", "makespan", "bubble", "stall", "above the bound", "speed-up over fa3", "workers needed"]
     body = [
@@ -210,6 +210,6 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
         f"The paper's model of time: {title}. A stall is a contribution that waits for its turn, a bubble a worker "
         "with nothing to do.",
         [header, *body],
-        [simulate(program, workers, model) for program in programs],
+        results,
     )
     return section, policy_table(rows, title)

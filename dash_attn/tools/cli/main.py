@@ -12,7 +12,7 @@ import typer
 
 from dash_attn import __version__
 from dash_attn.order import POLICIES, applicable
-from dash_attn.program import load, place, save
+from dash_attn.program import load, save
 from dash_attn.simulate import Paper, lower_bounds, simulate
 from dash_attn.tools.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row, working
 from dash_attn.tools.cli.workload import Workload, parse_model
@@ -101,9 +101,9 @@ def simulate_command(
     drawn = any((gantt, html, perfetto))
     with working("planning and simulating"):
         program = workload.program(policy, width)
-        co_resident = verify(program, count).co_resident
-        result = simulate(program, count, chosen, record=drawn)
-        row = simulation_row(result, co_resident)
+        placed = verify(program).on(count)
+        result = simulate(program, count, chosen, placement=placed.placement, record=drawn)
+        row = simulation_row(result, placed.co_resident)
     if save_to is not None:
         save(program, save_to)
     if drawn:
@@ -147,13 +147,12 @@ def compare(
     count, chosen = workers_of(workload, workers), parse_model(model, compute, reduce)
     with working("planning and simulating every policy"):
         names = applicable(workload.tiling())
-        programs = [workload.program(name, width if POLICIES[name].windowed else None) for name in names]
-        rows = policy_rows(programs, count, chosen)
+        programs = [verify(workload.program(name, width if POLICIES[name].windowed else None)) for name in names]
+        rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:
         from dash_attn.tools import viz
 
-        able = {row["policy"] for row in rows if "makespan" in row}
-        viz.html([simulate(p, count, chosen) for p in programs if p.policy in able], html)
+        viz.html(results, html)
     if as_json:
         emit(rows)
         return
@@ -219,7 +218,9 @@ def verify_command(
     try:
         with working("verifying"):
             program = load(file)
-            found = verify(program, workers)
+            verified = verify(program)
+            if workers is not None:
+                verified.on(workers)
     except ValueError as error:
         tasks = [str(task) for task in error.tasks] if isinstance(error, VerifyError) else []
         if as_json:
@@ -233,14 +234,14 @@ def verify_command(
         "mask": program.mask,
         "tasks": program.num_tasks,
         "chains": len(program.chains),
-        "co_resident": found.co_resident,
+        "co_resident": verified.co_resident,
         "fingerprint": program.fingerprint,
     }
     if as_json:
         emit(facts)
     else:
         on = "" if workers is None else f" on {workers} workers"
-        typer.echo(f"ok: {program.num_tasks} tasks, needs {found.co_resident} co-resident workers, may run{on}")
+        typer.echo(f"ok: {program.num_tasks} tasks, needs {verified.co_resident} co-resident workers, may run{on}")
 
 
 @app.command()
@@ -278,8 +279,9 @@ def explain(
     count = workers_of(workload, workers)
     with working("planning and simulating"):
         program = workload.program(policy, width)
-        found = verify(program, count)
-        result = simulate(program, count, parse_model("machine", None, None), record=False)
+        placed = verify(program).on(count)
+        model = parse_model("machine", None, None)
+        result = simulate(program, count, model, placement=placed.placement, record=False)
     facts: dict[str, Any] = {
         "policy": program.policy,
         "order": POLICIES[program.policy.partition(":")[0]].summary,
@@ -290,14 +292,14 @@ def explain(
         "chains": len(program.chains),
         "runs": len(program.runs),
         "program_bytes": program.nbytes,
-        "co_resident": found.co_resident,
+        "co_resident": placed.co_resident,
         "workers": count,
         "makespan_us": result.makespan,
         "gap": result.gap,
         "lower_bounds_us": lower_bounds(program, count, result.model),
     }
     if program.num_tasks <= 20_000:
-        path = dag(program, place(program, count), Paper()).critical_path()
+        path = dag(program, placed.placement, Paper()).critical_path()
         facts["keeps_critical_path"] = depth_monotone(program)
         facts["critical_path"] = [str(phase) for phase in (path if as_json else [*path[:3], *path[-1:]])]
     if as_json:

@@ -9,10 +9,9 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from dash_attn.program import Program
 from dash_attn.simulate import Simulation, simulate
 from dash_attn.simulate.models import Model
-from dash_attn.verify import VerifyError, verify
+from dash_attn.verify import TooFewWorkers, Verified
 
 Row = dict[str, Any]
 
@@ -40,20 +39,29 @@ def simulation_row(result: Simulation, co_resident: int) -> Row:
     }
 
 
-def policy_rows(programs: Iterable[Program], workers: int, model: Model) -> list[Row]:
-    """Simulate each program; one that needs more workers than there are says so instead of numbers."""
+def policy_rows(
+    programs: Iterable[Verified], workers: int, model: Model, *, record: bool = False
+) -> tuple[list[Row], list[Simulation]]:
+    """Place and simulate each program once: a row each, and the simulations of those that can run.
+
+    The row of a program that needs more workers says so and has no numbers.
+    """
     rows: list[Row] = []
-    for program in programs:
+    results: list[Simulation] = []
+    for verified in programs:
+        program = verified.program
         try:
-            co_resident = verify(program, workers).co_resident
-            rows.append(simulation_row(simulate(program, workers, model, record=False), co_resident))
-        except VerifyError as error:
+            placed = verified.on(workers)
+        except TooFewWorkers as error:
             rows.append({"policy": program.policy, "fingerprint": program.fingerprint, "error": str(error)})
+            continue
+        results.append(simulate(program, workers, model, placement=placed.placement, record=record))
+        rows.append(simulation_row(results[-1], placed.co_resident))
     baseline = next((row["makespan"] for row in rows if row["policy"] == "fa3" and "makespan" in row), None)
     for row in rows:
         if baseline and row.get("makespan"):
             row["speedup"] = baseline / row["makespan"]
-    return rows
+    return rows, results
 
 
 def policy_table(rows: list[Row], title: str) -> Table:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
 
-from dash_attn.order import parse, schedule
+from dash_attn.launch import compose
+from dash_attn.order import parse
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.program import Program, build
+from dash_attn.program import Program
 from dash_attn.simulate import Machine, Model, Paper
 from dash_attn.tiling import TileShape, Tiling, tile
 
@@ -43,7 +44,7 @@ class Workload:
     def program(self, policy: str, width: int | None = None) -> Program:
         """Order it; a width given apart goes with the policy's name."""
         choice = parse(policy)
-        return build(schedule(self.tiling(), choice if width is None else replace(choice, width=width)))
+        return compose(self.tiling(), choice if width is None else replace(choice, width=width))
 
 
 def parse_mask(text: str) -> Mask:

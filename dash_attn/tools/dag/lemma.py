@@ -1,4 +1,4 @@
-"""Lemma 1 of the paper, executable: which zero-weight edges leave the critical path of parallel chains as it is."""
+"""Lemma 1 of the paper, to run: which edges of weight zero leave the critical path of parallel chains as it is."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ class ChainGraph:
         return float(rx.dag_weighted_longest_path_length(self.build(edges), lambda u, v, weight: weight))
 
     def keeps_critical_path(self, edges: tuple[tuple[Node, Node], ...]) -> bool:
-        """What the lemma says: exactly when no edge leads to a smaller depth."""
+        """The condition of the lemma: no edge leads to a smaller depth."""
         return all(tail[1] <= head[1] for tail, head in edges)

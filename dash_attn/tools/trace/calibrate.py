@@ -1,7 +1,8 @@
 """Fit the machine model to measured times of whole calls, and say how well it predicts them.
 
-A call is the main kernel, whose time the model gives, the kernel before it (`start`) and, where dQ is finished by a
-pass of its own, that pass (`finish`); both only stream tensors, and the cells of one head dim have equally many tokens.
+A call runs a kernel before the main kernel (`start`), the main kernel, and where dQ is finished by a pass of its own,
+that pass (`finish`). The model gives the time of the main kernel. The two others only stream tensors, and all cells of
+one head dim have equally many tokens, so each of the two is one number a head dim.
 """
 
 from __future__ import annotations
@@ -19,40 +20,49 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import KernelConfig, select
-from dash_attn.order import POLICIES, schedule
+from dash_attn.launch import compose
+from dash_attn.order import POLICIES
 from dash_attn.order.policies import choose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, Sequences, build, place, replay
+from dash_attn.program import play
 from dash_attn.simulate import Machine
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.tools.trace.measured import measured
-from dash_attn.tools.trace.record import load_trace
+from dash_attn.tools.trace.record import Trace, load_trace
+from dash_attn.verify import Placed, verify
 
 Floats = npt.NDArray[np.float64]
 WORKERS = 132
 TOKENS, HIDDEN = 16384, 2048  # of the paper's grid
 CELL = re.compile(r"d(64|128) (full|causal) (\d+)")
+MASKS = {str(mask): mask for mask in (FULL, CAUSAL)}  # those of the grid, which the side kernels are fitted for
 FITTED = ("compute", "reduce", "handoff", "prologue", "partial", "store", "fetch")
-# A time that the measurements say little about stays near where the fit began: e times it counts as this much error.
+# A time that the measurements say little about stays near where the fit began. A factor of e away from there counts as
+# this much error.
 PRIOR = 0.02
-LARGE = 0.05  # errors beyond this count more than by their square
-WITHIN, LEVEL = 0.10, 0.02  # what counts as predicted; policies closer than this are level
+LARGE = 0.05  # larger errors count more than their square
+WITHIN = 0.10  # a prediction is right if its relative error is at most this
+LEVEL = 0.02  # policies closer than this are level
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A problem by the name it has in the results; `mask` is full or causal."""
+    """A problem by the name it has in the results. Its mask is full or causal."""
 
     name: str
     problem: Problem
 
+    def __post_init__(self) -> None:
+        if self.problem.mask not in MASKS.values():
+            raise ValueError(f"calibration takes the masks {' and '.join(MASKS)}, not {self.problem.mask}")
+
     @staticmethod
     def parse(name: str) -> Cell | None:
         """A cell of the paper's grid: head dim, mask, tokens of a sequence."""
-        found = CELL.fullmatch(name)
-        if found is None:
+        match = CELL.fullmatch(name)
+        if match is None:
             return None
-        dim, length, mask = int(found[1]), int(found[3]), CAUSAL if found[2] == "causal" else FULL
+        dim, length, mask = int(match[1]), int(match[3]), MASKS[match[2]]
         heads = HIDDEN // dim
         return Cell(name, Problem(TOKENS // length, heads, heads, length, length, dim, mask=mask))
 
@@ -62,8 +72,7 @@ class Cell:
 
     @property
     def config(self) -> KernelConfig:
-        mask = "causal" if self.problem.mask.is_causal else "full"
-        return select(self.problem.dim, "bf16", mask, True, self.problem.len_k)
+        return select(self.problem.dim, "bf16", str(self.problem.mask), True, self.problem.len_k)
 
     def tiling(self) -> Tiling:
         return tile(self.problem, TileShape(self.config.tile_m, self.config.tile_n))
@@ -71,8 +80,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sample:
-    """A measurement: microseconds of one policy in one cell, of the whole call or of the main kernel alone; over
-    several files the geometric mean, and what each file says."""
+    """A measurement: microseconds of one policy in one cell, of the whole call or of the main kernel alone.
+
+    `us` is the geometric mean over several files, `files` has the time of each file.
+    """
 
     cell: Cell
     policy: str
@@ -82,18 +93,17 @@ class Sample:
 
     @property
     def runs(self) -> tuple[str, bytes, bytes]:
-        """What really ran: widths beyond a head's length are one order under several names."""
-        program, placement = self.placed
-        return program.fingerprint, placement.first.tobytes(), placement.chains.tobytes()
+        """What really ran. A window wider than a head is the same order under another name."""
+        placement = self.placed.placement
+        return self.placed.program.fingerprint, placement.first.tobytes(), placement.chains.tobytes()
 
     @property
     def key(self) -> tuple[str, str, bool]:
         return self.cell.name, self.policy, self.main_only
 
     @cached_property
-    def placed(self) -> tuple[Program, Sequences]:
-        program = build(schedule(self.cell.tiling(), self.policy))
-        return program, place(program, WORKERS)
+    def placed(self) -> Placed:
+        return verify(compose(self.cell.tiling(), self.policy)).on(WORKERS)
 
 
 @dataclass(frozen=True)
@@ -106,14 +116,13 @@ class Call:
 
     def main(self, sample: Sample) -> float:
         """Time of the main kernel."""
-        # Where a pass of its own finishes dQ, nobody takes the sum in.
+        # Where a pass of its own finishes dQ, no contributor takes the sum in.
         takes_sum = sample.cell.config.last_finishes
         machine = self.machine if takes_sum else replace(self.machine, fetch=0.0)
-        outcome = replay(*sample.placed, machine.costs())
-        return float(outcome.totals[:, 0].max())
+        return play(sample.placed.program, sample.placed.placement, machine.costs()).makespan
 
     def side(self, sample: Sample) -> float:
-        """What the call does beside it."""
+        """Time of the kernels around the main kernel."""
         if sample.main_only:
             return 0.0
         return self.start + (self.finish if sample.cell.config.finish == "postpass" else 0.0)
@@ -129,10 +138,10 @@ class Call:
         return Call(replace(self.machine, **dict(zip(FITTED, times, strict=True))), start, finish)
 
 
-# Where a fit begins, per head dim: near the H200 it was made with, because a makespan as a function of these times has
-# many valleys. Split turns (head dim 64) keep both writers busy with halves of the same tile. Two stay as they are, as
-# makespans say little of them: what a first contribution takes beside an add is read off traces; tasks are somewhat
-# less alike than there, in place of adds and ends of chains, which differ more and have no jitter of their own.
+# Where a fit begins, per head dim. It is near the fitted H200, because a makespan as a function of these times has many
+# valleys. At head dim 64 turns are split: both writers add halves of the same tile, so they count as one. `first` and
+# `jitter` are not fitted, as makespans say little about them. `first` is read off traces. `jitter` is larger than in
+# traces, because it also stands for adds and ends of chains, which differ more and have no jitter of their own.
 BEGIN = {
     128: Call(Machine(2.05, 2.3, 0.3, 2.0, 0.0, 0.01, store=6.5, fetch=0.7, first=0.85, jitter=0.1), 48.0, 10.0),
     64: Call(Machine(2.35, 1.8, 0.06, 1.4, 0.0, 0.3, 2, 1, 1.8, 1.2, first=0.7, jitter=0.1), 48.0, 44.0),
@@ -142,20 +151,20 @@ BEGIN = {
 def read_samples(paths: Iterable[str | Path]) -> list[Sample]:
     """Result files with rows {"cell": ..., "us": {policy: {"median": ...}}}, and traces (.npz).
 
-    A GPU at its power limit has another clock each time: what a file shares with those before it says how much slower
-    it is on the whole, and that is taken out of it. So all times are those of the first file.
+    A GPU at its power limit runs at another clock each time. The samples that a file shares with earlier files say how
+    much slower it ran, and its times are divided by that. So all times are at the clock of the first file.
     """
-    found: dict[tuple[str, str, bool], Sample] = {}
+    samples: dict[tuple[str, str, bool], Sample] = {}
     for path in map(Path, paths):
         read = {s.key: s for s in (_of_trace(path) if path.suffix == ".npz" else _of_results(path))}
-        shared = [found[key].us / s.us for key, s in read.items() if key in found]
+        shared = [samples[key].us / s.us for key, s in read.items() if key in samples]
         factor = statistics.geometric_mean(shared) if shared else 1.0
         for key, s in read.items():
-            files = {**(found[key].files if key in found else {}), str(path): s.us * factor}
-            found[key] = replace(s, us=statistics.geometric_mean(files.values()), files=files)
-    if not found:
+            files = {**(samples[key].files if key in samples else {}), str(path): s.us * factor}
+            samples[key] = replace(s, us=statistics.geometric_mean(files.values()), files=files)
+    if not samples:
         raise ValueError("no measured policy of the grid in these files (cells are named like 'd128 causal 4096')")
-    return list(found.values())
+    return list(samples.values())
 
 
 def _of_results(path: Path) -> Iterator[Sample]:
@@ -174,21 +183,24 @@ def _of_results(path: Path) -> Iterator[Sample]:
 
 
 def _of_trace(path: Path) -> Iterator[Sample]:
-    """The times of the call and of its main kernel without tracing, where they were taken; else as traced."""
+    """The times of the call and of its main kernel without tracing, where the trace has them; else as traced."""
     trace = load_trace(path)
-    mask = CAUSAL if trace.program.mask == "causal" else FULL
-    problem = Problem(**trace.facts["problem"], mask=mask)
-    name = f"d{problem.dim} {mask} {problem.len_k}"
-    grid = Cell.parse(name)
-    cell = (
-        grid
-        if grid is not None and grid.problem == problem
-        else Cell(f"{name} {problem.batch}x{problem.heads_q}", problem)
-    )
-    us = trace.facts["us"]
+    if trace.program.mask not in MASKS:
+        raise ValueError(f"{path} is a trace of the mask {trace.program.mask}: calibration takes {' and '.join(MASKS)}")
+    cell, us = _cell_of(trace), trace.facts["us"]
     if "call" in us:
         yield Sample(cell, trace.program.policy, us["call"])
     yield Sample(cell, trace.program.policy, us.get("main") or measured(trace).makespan, main_only=True)
+
+
+def _cell_of(trace: Trace) -> Cell:
+    """The cell of the paper's grid that was traced, or one with a name of its own."""
+    problem = Problem(**trace.facts["problem"], mask=MASKS[trace.program.mask])
+    name = f"d{problem.dim} {problem.mask} {problem.len_k}"
+    of_grid = Cell.parse(name)
+    if of_grid is not None and of_grid.problem == problem:
+        return of_grid
+    return Cell(f"{name} {problem.batch}x{problem.heads_q}", problem)
 
 
 def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
@@ -223,8 +235,10 @@ def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
 
 @dataclass(frozen=True)
 class CellReport:
-    """One cell, by whole calls or the main kernel alone: (policy, measured, predicted) each, and what they say
-    together. `files` has the policies' times in each file; those of one alone can be compared to the percent."""
+    """One cell, by whole calls or the main kernel alone: (policy, measured, predicted) of each policy.
+
+    `files` has the times of the policies file by file. Times of one file can be compared to the percent.
+    """
 
     cell: str
     policies: tuple[tuple[str, float, float], ...]
@@ -244,13 +258,13 @@ class CellReport:
 
     @property
     def ranked(self) -> bool:
-        """No two policies of which every file says that one is faster are predicted the other way round; what is level,
-        measured or predicted, is neither."""
+        """Wherever every file says that one policy is faster than another, the prediction does not say the opposite.
+        Times that are level, measured or predicted, say neither."""
         return self._ranked(LEVEL)
 
     @property
     def strictly_ranked(self) -> bool:
-        """The same, with a prediction that is level by the odd microsecond taken at its word."""
+        """The same, but no prediction is level: the smaller number is faster."""
         return self._ranked(0.0)
 
     def _ranked(self, level: float) -> bool:
@@ -265,7 +279,7 @@ class CellReport:
 
     @property
     def choice(self) -> str:
-        """The policy that is predicted to be the fastest."""
+        """The policy with the smallest prediction."""
         return min(self.policies, key=lambda row: row[2])[0]
 
     @property
@@ -277,13 +291,13 @@ class CellReport:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted model of each head dim, and how it does."""
+    """The fitted model of each head dim, and how well it predicts each cell."""
 
     calls: dict[int, Call]
     cells: tuple[CellReport, ...]
 
     def part(self, main_only: bool) -> Calibration:
-        """Of the main kernel alone, or of whole calls."""
+        """The cells of the main kernel alone, or of whole calls."""
         return replace(self, cells=tuple(cell for cell in self.cells if cell.main_only == main_only))
 
     @property
@@ -299,7 +313,7 @@ class Calibration:
         return sum(cell.strictly_ranked for cell in self.cells if len(cell.policies) > 1)
 
     def to_json(self) -> dict[str, Any]:
-        """What h200.json of dash_attn.simulate holds: times in microseconds, to the nanosecond."""
+        """The content of dash_attn/simulate/h200.json: times in microseconds, to the nanosecond."""
 
         def rounded(call: Call) -> dict[str, Any]:
             times = {name: round(value, 3) for name, value in asdict(call.machine).items()}
@@ -309,29 +323,29 @@ class Calibration:
 
 
 def calibrate(samples: Sequence[Sample]) -> Calibration:
-    """Fit each head dim for itself, and hold the outcome against what was measured."""
+    """Fit each head dim by itself, and compare the predictions with the measurements."""
     dims = sorted({s.cell.dim for s in samples}, reverse=True)
     return hold({dim: fit([s for s in samples if s.cell.dim == dim], BEGIN[dim]) for dim in dims}, samples)
 
 
 def hold(calls: dict[int, Call], samples: Sequence[Sample]) -> Calibration:
-    """A model of each head dim, held against what was measured."""
+    """Compare the predictions of a model of each head dim with the measurements."""
     rows: dict[tuple[Cell, bool], list[tuple[Sample, float]]] = {}
     for dim, call in calls.items():
         mine = [s for s in samples if s.cell.dim == dim]
         for sample, us in zip(mine, call.predict(mine).tolist(), strict=True):
             rows.setdefault((sample.cell, sample.main_only), []).append((sample, us))
-    return Calibration(calls, tuple(_report(cell, main_only, found) for (cell, main_only), found in rows.items()))
+    return Calibration(calls, tuple(_report(cell, main_only, row) for (cell, main_only), row in rows.items()))
 
 
-def _report(cell: Cell, main_only: bool, found: Sequence[tuple[Sample, float]]) -> CellReport:
+def _report(cell: Cell, main_only: bool, predicted: Sequence[tuple[Sample, float]]) -> CellReport:
     auto = Sample(cell, str(choose(cell.tiling())), 0.0)
-    same = [s.policy for s, _ in found if s.runs == auto.runs]
-    files = sorted({file for s, _ in found for file in s.files})
+    same = [s.policy for s, _ in predicted if s.runs == auto.runs]
+    files = sorted({file for s, _ in predicted for file in s.files})
     return CellReport(
         cell.name,
-        tuple((s.policy, s.us, us) for s, us in found),
+        tuple((s.policy, s.us, us) for s, us in predicted),
         min(same, key=lambda policy: policy != auto.policy, default=auto.policy),
-        tuple({s.policy: s.files[file] for s, _ in found if file in s.files} for file in files),
+        tuple({s.policy: s.files[file] for s, _ in predicted if file in s.files} for file in files),
         main_only,
     )

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import HEAD, STAMPS
+from dash_attn.backends.sm90.cta import DQ_SLOTS
 from dash_attn.tools.trace.record import Trace
 
 Floats = npt.NDArray[np.float64]
@@ -105,8 +106,7 @@ class Measured:
         """From `computed` to `slot`, less what passes there when the slot has long been free: the time that stamps and
         barriers take themselves."""
         took = times["slot"] - times["computed"]
-        slots = int(self.config.get("dq_slots", 2))
-        free = plain & (self.landed_before(*at, slots) <= times["computed"])
+        free = plain & (self.landed_before(*at, DQ_SLOTS) <= times["computed"])
         waited: Floats = np.where(free, 0.0, np.maximum(0.0, took - usual(took[free])))
         return waited
 

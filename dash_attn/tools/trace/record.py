@@ -13,7 +13,6 @@ import numpy.typing as npt
 from dash_attn.program import Program, Sequences, load, save
 
 STEPS, FIRST, CHAINS, FACTS = ("trace_steps", "trace_first", "trace_chains", "trace_facts")
-EVENTS = "trace_events"  # in older files, as they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +55,7 @@ def load_trace(path: str | Path) -> Trace:
     try:
         with np.load(path, allow_pickle=False) as archive:
             placement = Sequences(archive[FIRST], archive[CHAINS])
-            events = archive[EVENTS] if EVENTS in archive else unpack(archive[STEPS])
-            return Trace(program, placement, events, json.loads(str(archive[FACTS])))
+            return Trace(program, placement, unpack(archive[STEPS]), json.loads(str(archive[FACTS])))
     except KeyError:
         raise ValueError(f"{path} is a program without a trace: make one with dash-attn trace") from None
 

@@ -17,11 +17,14 @@ from dash_attn.tools.viz.traced import Traced
 
 HEADINGS = {
     "grid": "Throughput",
+    "grid_close": "Throughput of the contenders by themselves",
+    "grid_ours": "Throughput of our orders",
     "price": "Price of determinism",
     "models": "Attention of known models",
     "block": "Transformer block",
     "deviation": "Deviation of identical passes",
     "length": "Cost against length",
+    "padded": "Padded head dims",
 }
 
 SOME_SMS = 8
@@ -87,7 +90,12 @@ def _schedules() -> list[Section]:
 
 def _again(results: dict[str, Result]) -> Section:
     rows = [["suite", "command"]]
-    rows += [[name, command] for name, result in results.items() for command in result["commands"]]
+    rows += [
+        [name, line]
+        for name, result in results.items()
+        for command in result["commands"]
+        for line in command.splitlines()
+    ]
     text = "dash-attn bench --suite NAME, then dash-attn paper FILES --html page.html. What made the numbers here:"
     return Section("Make it again", text, rows)
 

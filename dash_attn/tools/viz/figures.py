@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
-from dash_attn.program import Program, build, bundles
+from dash_attn.program import Chain, Program
 from dash_attn.simulate import CLOSED_FORMS, Paper, Simulation, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.timeline import Timeline
@@ -31,7 +31,7 @@ PHASES = ("#c9d7ee", "#f6dfa4", "#bfe3d0")  # rectangle, left triangle, right tr
 
 def program(n: int, heads: int, mask: Mask, policy: str) -> Program:
     """n x n tiles in each of `heads` heads, ordered by a policy."""
-    return build(schedule(tile(Problem(1, heads, heads, 2 * n, 2 * n, mask=mask), TileShape(2, 2)), policy))
+    return compose(tile(Problem(1, heads, heads, 2 * n, 2 * n, mask=mask), TileShape(2, 2)), policy)
 
 
 def run(n: int, heads: int, mask: Mask, policy: str) -> Simulation:
@@ -42,13 +42,13 @@ def run(n: int, heads: int, mask: Mask, policy: str) -> Simulation:
 def steps(order: Program) -> np.ndarray:
     """When each tile (q, kv) of the first head is visited, counted in tasks along its worker; -1: masked."""
     step = np.full((order.geometry.num_q, order.geometry.num_kv), -1)
-    tasks, sequences = order.expand(), bundles(order)
+    tasks, sequences = order.expand(), order.bundles
     for first, last in zip(sequences.first[:-1], sequences.first[1:], strict=True):
         now = 0
         for chain in sequences.chains[first:last].tolist():
             span = slice(int(order.task_first[chain]), int(order.task_first[chain + 1]))
-            if not order.chains[chain, :2].any():
-                step[tasks.q[span], order.chains[chain, 2]] = now + np.arange(len(tasks.q[span]))
+            if not order.chains[chain, : Chain.KV_TILE].any():
+                step[tasks.q[span], order.chains[chain, Chain.KV_TILE]] = now + np.arange(len(tasks.q[span]))
             now += len(tasks.q[span])
     return step
 

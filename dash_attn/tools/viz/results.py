@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from dash_attn.tools.bench.report import BASELINE, PAIRS, Row, default_of, is_ours, median, price, tflops
+from dash_attn.tools.bench.report import BASELINE, PAIRS, Row, default_of, is_audit, is_ours, median, price, tflops
 from dash_attn.tools.viz.gantt import save
 
 OURS = "#2fa384"
@@ -69,6 +69,8 @@ def gathered(files: Sequence[Path]) -> dict[str, Result]:
     of the price by themselves, and stands for a run of `price` where there is none."""
     suites: dict[str, Result] = {}
     for file in files:
+        if is_audit(file):
+            continue
         result = read(file)
         found = suites.setdefault(result["suite"], {**result, "rows": [], "commands": [], "notes": []})
         found["rows"].extend(result["rows"])
@@ -327,7 +329,10 @@ def legend(figure: Figure, axes: Sequence[Axes], theme: Theme) -> None:
 
 DRAWN: dict[str, Callable[[Result, Theme], Figure]] = {
     "grid": throughput,
+    "grid_close": throughput,
+    "grid_ours": throughput,
     "models": models,
+    "padded": models,
     "price": prices,
     "length": lengths,
     "block": blocks,

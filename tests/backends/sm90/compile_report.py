@@ -1,7 +1,8 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and what `select` takes: kind,dim,dtype,mask,ordered,keys; ",debug" or ",trace" behind it
-ask for that build.
+An argument names a kernel and the arguments of `select`: kind,dim,dtype,mask,ordered,keys. A further ",debug" or
+",trace" asks for that build.
+
     python tests/backends/sm90/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
 
@@ -39,12 +40,12 @@ def config_of(name: str) -> tuple[str, KernelConfig]:
 
 
 def disassembler() -> str | None:
-    """nvdisasm of the wheel nvidia-cuda-nvdisasm, or of a CUDA toolkit on the path."""
+    """The path of nvdisasm, from the wheel nvidia-cuda-nvdisasm or from a CUDA toolkit on the path."""
     try:
-        found = [str(f.locate()) for f in files("nvidia-cuda-nvdisasm") or () if f.name == "nvdisasm"]
+        in_wheel = [str(f.locate()) for f in files("nvidia-cuda-nvdisasm") or () if f.name == "nvdisasm"]
     except PackageNotFoundError:
-        found = []
-    return found[0] if found else shutil.which("nvdisasm")
+        in_wheel = []
+    return in_wheel[0] if in_wheel else shutil.which("nvdisasm")
 
 
 def opcodes(elf: bytes) -> Counter[str]:
@@ -92,7 +93,7 @@ def report(kind: str, cfg: KernelConfig) -> dict:
     remarks, ops = text.getvalue(), opcodes(fn.__cubin__)
 
     def count(*names: str) -> int:
-        """Instructions that have all these among NAME and MODIFIERS."""
+        """Instructions whose name and modifiers include all of `names`."""
         return sum(n for op, n in ops.items() if set(names) <= set(op.split(".")))
 
     return dict(
@@ -119,8 +120,8 @@ def report(kind: str, cfg: KernelConfig) -> dict:
 
 if __name__ == "__main__":
     os.environ["CUTE_DSL_ARCH"] = "sm_90a"
-    # The compiler names the cubin it keeps after argument types alone and reads it back: two processes that compile
-    # different configs in one folder would get each other's.
+    # The compiler names the cubin that it keeps after the argument types alone, and reads it back by that name. So two
+    # processes that compile different configs must not share a folder.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUTE_DSL_DUMP_DIR"] = folder
         for name in sys.argv[1:]:

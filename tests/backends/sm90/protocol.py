@@ -1,231 +1,465 @@
-"""The roles of the kernel as Python generators over the same barrier specs, for random interleavings.
+"""The roles of the kernel as Python generators, run in random interleavings.
 
-Each generator yields before every step that another role could see. A wait yields until it is satisfied.
-Buffers hold labels instead of data: whoever reads one checks that it holds what it must.
+The model takes every barrier, with its arrival count and its roles, from the kernel's own tables in barriers.py. Its
+classes and methods have the names of those in device/, and test_protocol.py compares the barrier calls of both.
+
+A generator yields before every step that another role could see, and "blocked" while it waits. Buffers hold labels
+instead of data: whoever reads one checks that it holds the right label.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Generator, Iterable, Mapping
+from typing import ClassVar, NamedTuple
 
-from dash_attn.backends.sm90.barriers import mbarrier_specs
-from dash_attn.backends.sm90.config import RING, KernelConfig
+from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, MBarrierSpec, NamedBarrier, Role
+from dash_attn.backends.sm90.config import KernelConfig
+from dash_attn.backends.sm90.cta import (
+    CHAINS_IN_FLIGHT,
+    CONSUMER_WARPGROUPS,
+    DQ_SLOTS,
+    RING,
+    STAGES,
+    WARP,
+    WARPGROUP,
+    WRITERS,
+)
+
+Steps = Generator[str, None, None]
+WARPGROUPS = range(CONSUMER_WARPGROUPS)
+
+
+class Task(NamedTuple):
+    tile: object  # names the dQ tile
+    turn: int
+    last: bool  # the last contribution to the tile
+
+
+class Chain(NamedTuple):
+    name: object
+    tasks: list[Task]
+
+
+class Entry(NamedTuple):
+    """An entry of the task ring."""
+
+    kind: str  # "task", "grad" or "end"
+    chain: int = 0
+    task: Task | None = None
+    begins: bool = False
+    ends: bool = False
+
+    @property
+    def fetches(self) -> bool:
+        """The slot receives a partial sum first."""
+        return self.task is not None and self.task.last and self.task.turn > 0
 
 
 class MBarrier:
-    """Arrivals per phase; completing a phase flips the parity that waits see."""
+    """Counts arrivals. A complete phase flips the parity that waits see."""
 
-    def __init__(self, arrivals: int):
-        self.arrivals, self.left, self.completed = arrivals, arrivals, 0
+    def __init__(self, spec: MBarrierSpec):
+        self.spec, self.left, self.completed = spec, spec.arrivals, 0
 
-    def arrive(self, n: int = 1):
-        assert self.left >= n, "more arrivals than the phase takes"
-        self.left -= n
+    def arrive(self) -> None:
+        self.left -= 1
         if self.left == 0:
-            self.left, self.completed = self.arrivals, self.completed + 1
+            self.left, self.completed = self.spec.arrivals, self.completed + 1
 
     def passed(self, parity: int) -> bool:
         """As mbarrier.try_wait.parity: true unless the phase of that parity is the one running."""
         return self.completed % 2 != parity
 
 
-class Machine:
-    """One worker (CTA); `counters` are shared by all workers."""
+class HardwareBarrier:
+    """Counts threads. All of them go on when the last one has come."""
 
-    def __init__(self, cfg: KernelConfig, chains, counters):
+    def __init__(self, threads: int):
+        self.threads, self.waiting, self.completed = threads, 0, 0
+
+    def arrive(self, threads: int) -> None:
+        self.waiting += threads
+        assert self.waiting <= self.threads, "more threads than the barrier counts"
+        if self.waiting == self.threads:
+            self.waiting, self.completed = 0, self.completed + 1
+
+
+class Cta:
+    """One worker. All workers share `counters`: the turns that each dQ tile, or half of one, has taken."""
+
+    def __init__(
+        self,
+        cfg: KernelConfig,
+        chains: list[Chain],
+        counters: dict[object, int],
+        *,
+        specs: Iterable[MBarrierSpec] = MBARRIERS,
+        threads: Mapping[NamedBarrier, int] = NAMED_BARRIER_THREADS,
+        ring: int = RING,
+    ):
         self.cfg, self.chains, self.counters = cfg, chains, counters
-        self.bars = {(s.name, i): MBarrier(s.arrivals) for s in mbarrier_specs(cfg) for i in range(s.count)}
-        self.ring, self.info = [None] * RING, [None, None]
-        self.q, self.do, self.kv, self.ds, self.slots = [None] * 2, [None] * 2, [None] * 2, [None] * 2, {}
-        self.meeting = [0, 0]
+        self.mbarriers = {(spec.name, i): MBarrier(spec) for spec in specs for i in range(spec.count)}
+        self.named = {barrier: HardwareBarrier(count) for barrier, count in threads.items()}
+        self.unused: set[object] = {
+            *((use, *at) for use in ("arrives", "waits") for at in self.mbarriers),
+            *self.named,
+        }
+        self.ring: list[tuple[int, Entry] | None] = [None] * ring
+        self.info: list[tuple[int, int] | None] = [None] * CHAINS_IN_FLIGHT  # chain, and its number of tasks
+        self.q: list[object] = [None] * STAGES
+        self.do: list[object] = [None] * STAGES
+        self.k: object = None
+        self.v: object = None
+        self.ds: dict[tuple[int, int], object] = {}  # by stage, and by the warpgroup that wrote the columns
+        self.slots: dict[int, object] = {}  # by number of the half
 
-    def wait(self, name, index, parity):
-        while not self.bars[name, index].passed(parity):
+    def roles(self) -> list[Steps]:
+        roles = [
+            Producer(self),
+            *(Consumer(self, wg) for wg in WARPGROUPS),
+            *(DqWriter(self, writer) for writer in range(WRITERS)),
+            DkWriter(self),
+        ]
+        return [role.start() for role in roles]
+
+
+class RoleModel:
+    """A role with its barrier calls, which fail unless barriers.py declares them for this role."""
+
+    role: ClassVar[Role]
+    threads: ClassVar[int] = WARP
+
+    def __init__(self, cta: Cta):
+        self.cta = cta
+
+    def run(self) -> Steps:
+        raise NotImplementedError
+
+    def start(self) -> Steps:
+        yield from self.sync(NamedBarrier.CTA)
+        yield from self.run()
+
+    def used(self, use: str, name: str, index: int) -> MBarrier:
+        assert (name, index) in self.cta.mbarriers, f"barrier {name}[{index}] is not declared"
+        barrier = self.cta.mbarriers[name, index]
+        assert getattr(barrier.spec, use) is self.role, f"{name}: the {self.role.value} {use}"
+        self.cta.unused.discard((use, name, index))
+        return barrier
+
+    def wait(self, name: str, index: int, parity: int) -> Steps:
+        barrier = self.used("waits", name, index)
+        while not barrier.passed(parity):
             yield "blocked"
         yield "step"
 
-    def arrive(self, name, index=0, n=1):
-        self.bars[name, index].arrive(n)
+    def is_done(self, name: str, index: int, parity: int) -> bool:
+        return self.used("waits", name, index).passed(parity)
 
-    def producer(self):
-        task = 0
-        for i, (chain, tasks) in enumerate(self.chains):
-            if not tasks:
-                yield from self.load_kv(i, chain, 0)
-            for t, (tile, turn, last) in enumerate(tasks):
-                stage, free = task & 1, ((task >> 1) & 1) ^ 1
-                yield from self.wait("q_empty", stage, free)
-                last = last and self.cfg.last_finishes
-                self.publish(task + i, ("task", tile, turn, last, t == 0, t + 1 == len(tasks), i & 1))
-                self.q[stage] = (i, t)
-                self.arrive("q_full", stage)
-                yield from self.wait("do_empty", stage, free)
-                self.do[stage] = (i, t)
-                self.arrive("do_full", stage)
-                if t == 0:
-                    yield from self.load_kv(i, chain, len(tasks))
-                task += 1
-            self.publish(task + i, ("grad", chain))
-        for w in range(self.cfg.writers):
-            self.publish(task + len(self.chains) + w, ("end",))
+    def arrive(self, name: str, index: int = 0) -> None:
+        self.used("arrives", name, index).arrive()
+
+    def expect(self, name: str, index: int = 0) -> None:
+        """Announces bytes. In the model they land at once."""
+        self.arrive(name, index)
+
+    def sync(self, barrier: NamedBarrier) -> Steps:
+        assert barrier in self.cta.named, f"barrier {barrier.name} is not declared"
+        self.cta.unused.discard(barrier)
+        hardware = self.cta.named[barrier]
+        before = hardware.completed
+        hardware.arrive(self.threads)
+        while hardware.completed == before:
+            yield "blocked"
         yield "step"
 
-    def publish(self, entry, what):
-        self.ring[entry % RING] = (entry, what)
-        self.arrive("task_full", entry % RING)
 
-    def load_kv(self, i, chain, tasks):
+def stage_of(task: int) -> tuple[int, int]:
+    return task % STAGES, (task // STAGES) & 1
+
+
+def half_slot(entry: int, wg: int) -> tuple[int, int]:
+    return (entry % DQ_SLOTS) * CONSUMER_WARPGROUPS + wg, (entry // DQ_SLOTS) & 1
+
+
+def publish(producer: Producer, number: int, entry: Entry) -> None:
+    slot = number % len(producer.cta.ring)
+    producer.cta.ring[slot] = number, entry
+    producer.arrive("task_full", slot)
+
+
+def await_entry(writer: DqWriter, number: int) -> Steps:
+    ring = len(writer.cta.ring)
+    yield from writer.wait("task_full", number % ring, (number // ring) & 1)
+
+
+def read(cta: Cta, number: int) -> Entry:
+    held = cta.ring[number % len(cta.ring)]
+    assert held is not None and held[0] == number, "a ring entry was overwritten before it was read"
+    return held[1]
+
+
+class Producer(RoleModel):
+    role = Role.PRODUCER
+
+    def run(self) -> Steps:
+        task = 0
+        for i, chain in enumerate(self.cta.chains):
+            count = len(chain.tasks)
+            if not chain.tasks:
+                yield from self.load_kv(i, count)
+            for t, what in enumerate(chain.tasks):
+                what = what._replace(last=what.last and self.cta.cfg.last_finishes)
+                entry = Entry("task", i, what, begins=t == 0, ends=t + 1 == count)
+                yield from self.load_task(task, task + i, entry, (i, t))
+                if entry.begins:
+                    yield from self.load_kv(i, count)
+                task += 1
+            publish(self, task + i, Entry("grad", i))
+        for w in range(WRITERS):
+            publish(self, task + len(self.cta.chains) + w, Entry("end"))
+        yield "step"
+
+    def load_task(self, task: int, number: int, entry: Entry, label: object) -> Steps:
+        stage, phase = stage_of(task)
+        yield from self.wait("q_empty", stage, phase ^ 1)
+        publish(self, number, entry)
+        self.cta.q[stage] = label
+        self.expect("q_full", stage)
+        yield from self.wait("do_empty", stage, phase ^ 1)
+        self.cta.do[stage] = label
+        self.expect("do_full", stage)
+
+    def load_kv(self, i: int, tasks: int) -> Steps:
         yield from self.wait("v_empty", 0, (i & 1) ^ 1)
-        self.kv[1] = i
-        self.arrive("v_full")
+        self.cta.v = i
+        self.expect("v_full")
         yield from self.wait("k_empty", 0, (i & 1) ^ 1)
-        self.kv[0], self.info[i & 1] = i, (i, chain, tasks)
-        self.arrive("k_full")
+        self.cta.k, self.cta.info[i & 1] = i, (i, tasks)
+        self.expect("k_full")
 
-    def read(self, entry):
-        label, what = self.ring[entry % RING]
-        assert label == entry, "a ring entry was overwritten before it was read"
-        return what
 
-    def consumer(self, wg):
-        task = 0
-        for i in range(len(self.chains)):
+class Consumer(RoleModel):
+    role, threads = Role.CONSUMER, WARPGROUP
+
+    def __init__(self, cta: Cta, wg: int):
+        super().__init__(cta)
+        self.wg = wg
+
+    def leave(self, name: str, index: int = 0) -> None:
+        """Every warp of the warpgroup arrives once."""
+        for _ in range(WARPGROUP // WARP):
+            self.arrive(name, index)
+
+    def run(self) -> Steps:
+        cta, task = self.cta, 0
+        for i in range(len(cta.chains)):
             yield from self.wait("k_full", 0, i & 1)
-            label, _, tasks = self.info[i & 1]
-            assert label == i and self.kv[0] == i
-            if tasks == 0:
+            info = cta.info[i & 1]
+            assert info is not None and info[0] == cta.k == i, "K of another chain"
+            arrived = False
+            if info[1] == 0:
                 yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
-                self.arrive("v_empty", n=4)
-                self.arrive("k_empty", n=4)
-            for t in range(tasks):
-                yield from self.task(wg, task, i, t)
+                self.leave("v_empty")
+                self.leave("k_empty")
+            for t in range(info[1]):
+                arrived = yield from self.task((task, task + i), (i, t), arrived)
                 task += 1
-            yield from self.meet(wg)
-            self.ds[wg] = ("dk", i)
-            self.arrive("dk_full", n=4)
-            yield from self.fill(wg, task + i, ("dv", i))
+            yield from self.hand_over_dk(i)
+            yield from self.hand_over_dv(i, task + i)
 
-    def task(self, wg, task, i, t):
-        stage, phase, entry = task & 1, (task >> 1) & 1, task + i
-        yield from self.wait("q_full", stage, phase)
-        _, tile, turn, last, begins, ends, odd = self.read(entry)
-        assert self.q[stage] == (i, t) and odd == i & 1
-        if begins:
-            yield from self.wait("v_full", 0, odd)
+    def task(self, numbers: tuple[int, int], label: tuple[int, int], arrived: bool) -> Generator[str, None, bool]:
+        """Returns whether the next Q has arrived."""
+        cta, cfg = self.cta, self.cta.cfg
+        (task, number), chain = numbers, label[0]
+        stage, phase = stage_of(task)
+        if not arrived:
+            yield from self.wait("q_full", stage, phase)
+        entry = read(cta, number)
+        assert cta.q[stage] == label and entry.chain == chain, "Q of another task"
+        if entry.begins:
+            yield from self.wait("v_full", 0, chain & 1)
         yield from self.wait("do_full", stage, phase)
-        assert self.do[stage] == (i, t) and self.kv == [i, i]
-        if begins and self.cfg.p_early:
-            yield from self.wait("dk_empty", 0, odd ^ 1)
+        assert cta.do[stage] == label and (cta.k, cta.v) == (chain, chain), "dO of another task"
+        if cfg.p_early:
+            yield from self.await_ds_buffers(entry)
         yield "step"
-        if ends:
-            self.arrive("v_empty", n=4)
-        if begins and not self.cfg.p_early:
-            yield from self.wait("dk_empty", 0, odd ^ 1)
-        self.ds[stage] = ("ds", task)
-        self.arrive("ds_full", stage, n=4)
+        if entry.ends:
+            self.leave("v_empty")
+        if not cfg.p_early:
+            yield from self.await_ds_buffers(entry)
+        cta.ds[stage, self.wg] = ("ds", task)
+        self.leave("ds_full", stage)
         yield from self.wait("ds_full", stage, phase)
-        assert self.ds[stage] == ("ds", task) and self.kv[0] == i
+        self.check_ds(stage, task)
         yield "step"
-        assert self.ds[stage] == ("ds", task), "dS was overwritten while dQ read it"
-        self.arrive("do_empty", stage, n=4)
-        if ends:
-            self.arrive("k_empty", n=4)
-        yield from self.fill(wg, entry, ("finish" if last else "add", tile, turn))
-        assert self.q[stage] == (i, t)
-        self.arrive("q_empty", stage, n=4)
+        self.check_ds(stage, task)
+        assert cta.k == chain, "K was overwritten while dQ read it"
+        self.leave("do_empty", stage)
+        if entry.ends:
+            self.leave("k_empty")
+        if cfg.peek:
+            arrived = self.is_done("q_full", *stage_of(task + 1))
+        yield from self.stage_dq(number, entry)
+        assert cta.q[stage] == label, "Q was overwritten while dK read it"
+        self.leave("q_empty", stage)
+        return arrived
 
-    def meet(self, wg):
-        self.meeting[wg] += 1
-        mine = self.meeting[wg]
-        while self.meeting[1 - wg] < mine:
-            yield "blocked"
-        yield "step"
+    def check_ds(self, stage: int, task: int) -> None:
+        held = [self.cta.ds.get((stage, wg)) for wg in WARPGROUPS]
+        assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
 
-    def fill(self, wg, entry, what):
-        half, phase = (entry & 1) * 2 + wg, (entry >> 1) & 1
+    def await_ds_buffers(self, entry: Entry) -> Steps:
+        if entry.begins:
+            yield from self.wait("dk_empty", 0, (entry.chain & 1) ^ 1)
+
+    def stage_dq(self, number: int, entry: Entry) -> Steps:
+        half, phase = half_slot(number, self.wg)
+        yield from self.await_slot(half, phase)
+        held = self.cta.slots.get(half)
+        assert held == (("sum", entry.task) if entry.fetches else None), "the slot was not free"
+        if entry.task and entry.task.last:
+            yield from self.write_finished()
+        self.cta.slots[half] = ("dq", entry.task)
+        self.leave("dq_full", half)
+
+    def await_slot(self, half: int, phase: int) -> Steps:
         yield from self.wait("dq_empty", half, phase)
-        held = self.slots.get(half)
-        fetched = what[0] == "finish" and what[2] > 0
-        assert held == (("sum", what[1], what[2]) if fetched else None), "the slot was not free"
-        self.slots[half] = what
-        self.arrive("dq_full", half, n=4)
 
-    def writer(self, w):
-        split, stride = self.cfg.split, 1 if self.cfg.split else self.cfg.writers
-        halves, entry = ((w,), 0) if split else ((0, 1), w)
-        if not self.cfg.last_finishes:
-            for slot in range(self.cfg.dq_slots) if split else (w,):
-                self.free(halves, slot)
-        elif split:
-            yield from self.offer(halves, entry)
+    def write_finished(self) -> Steps:
+        yield from self.sync(NamedBarrier(NamedBarrier.GROUP_0 + self.wg))
+
+    def sync_consumers(self) -> Steps:
+        yield from self.sync(NamedBarrier.CONSUMERS)
+
+    def hand_over_dk(self, chain: int) -> Steps:
+        yield from self.sync_consumers()
+        for wg in WARPGROUPS:
+            self.cta.ds[self.wg, wg] = ("dk", chain)
+        self.leave("dk_full")
+
+    def hand_over_dv(self, chain: int, number: int) -> Steps:
+        half, phase = half_slot(number, self.wg)
+        yield from self.await_slot(half, phase)
+        assert self.cta.slots.get(half) is None, "the slot was not free"
+        self.cta.slots[half] = ("dv", chain)
+        self.leave("dq_full", half)
+
+
+class DqWriter(RoleModel):
+    role = Role.DQ_WRITER
+
+    def __init__(self, cta: Cta, writer: int):
+        super().__init__(cta)
+        self.halves = (writer,) if cta.cfg.split else tuple(WARPGROUPS)
+        self.writer = writer
+
+    def run(self) -> Steps:
+        cfg = self.cta.cfg
+        stride, number = (1, 0) if cfg.split else (WRITERS, self.writer)
+        if not cfg.last_finishes:
+            for slot in range(DQ_SLOTS) if cfg.split else (self.writer,):
+                self.free(slot)
+        elif cfg.split:
+            yield from self.offer(number)
         while True:
-            if self.cfg.last_finishes:
-                yield from self.offer(halves, entry + self.cfg.dq_slots - stride)
-            yield from self.wait("task_full", entry % RING, (entry // RING) & 1)
-            what = self.read(entry)
-            if what[0] == "end":
+            if cfg.last_finishes:
+                yield from self.offer(number + DQ_SLOTS - stride)
+            entry = yield from self.flags(number)
+            if entry.kind == "end":
                 return
-            yield from self.serve(halves, entry, what)
-            entry += stride
+            if entry.kind == "grad":
+                yield from self.store_dv(number, entry)
+            else:
+                yield from self.contribute(number, entry)
+            number += stride
 
-    def offer(self, halves, entry):
-        yield from self.wait("task_full", entry % RING, (entry // RING) & 1)
-        what = self.read(entry)
-        if not (what[0] == "task" and what[3] and what[2] > 0):
-            self.free(halves, entry)
+    def flags(self, number: int) -> Generator[str, None, Entry]:
+        """Returns the entry."""
+        yield from await_entry(self, number)
+        return read(self.cta, number)
 
-    def free(self, halves, entry):
-        for wg in halves:
-            self.arrive("dq_empty", (entry & 1) * 2 + wg)
+    def offer(self, number: int) -> Steps:
+        entry = yield from self.flags(number)
+        if not entry.fetches:
+            self.free(number)
 
-    def serve(self, halves, entry, what):
-        phase = (entry >> 1) & 1
-        key = None
-        if what[0] == "task":
-            _, tile, turn, last = what[:4]
-            key = (tile, halves)
-            while self.counters.get(key, 0) != turn:
+    def free(self, number: int) -> None:
+        for wg in self.halves:
+            self.arrive("dq_empty", half_slot(number, wg)[0])
+
+    def contribute(self, number: int, entry: Entry) -> Steps:
+        cta, task = self.cta, entry.task
+        assert task is not None
+        counter = task.tile, self.halves
+        if cta.cfg.ordered:
+            while cta.counters.get(counter, 0) != task.turn:
                 yield "blocked"
-            if last and turn > 0:
-                for wg in halves:
-                    self.slots[(entry & 1) * 2 + wg] = ("sum", tile, turn)
-                    self.arrive("dq_empty", (entry & 1) * 2 + wg)
-        for wg in halves:
-            half = (entry & 1) * 2 + wg
-            yield from self.wait("dq_full", half, phase)
-            held = self.slots[half]
-            assert held[0] == ("dv" if key is None else "finish" if last else "add")
-            assert key is None or held[1:] == (tile, turn), "the slot holds another contribution"
-            yield "step"
-            assert self.slots[half] == held, "the slot was overwritten before it was stored"
-            self.slots[half] = None
-        if not self.cfg.last_finishes:
-            self.free(halves, entry)
-            yield "step"
-        if key is not None:
-            self.counters[key] = turn + 1
+        if entry.fetches:
+            self.fetch_sum(number, task)
+        if task.last:
+            yield from self.store_dq(number, task)
+        else:
+            yield from self.add_sum(number, task)
+        yield "step"
+        cta.counters[counter] = cta.counters.get(counter, 0) + 1
 
-    def dk_writer(self):
-        for i in range(len(self.chains)):
+    def fetch_sum(self, number: int, task: Task) -> None:
+        for wg in self.halves:
+            half = half_slot(number, wg)[0]
+            assert self.cta.slots.get(half) is None, "a sum was fetched into a slot in use"
+            self.cta.slots[half] = ("sum", task)
+            self.expect("dq_empty", half)
+
+    def add_sum(self, number: int, task: Task) -> Steps:
+        yield from self.take(number, ("dq", task))
+        if not self.cta.cfg.last_finishes:
+            self.free(number)
+
+    def await_staged(self, number: int, wg: int) -> Steps:
+        yield from self.wait("dq_full", *half_slot(number, wg))
+
+    def store_dq(self, number: int, task: Task) -> Steps:
+        yield from self.take(number, ("dq", task))
+
+    def store_dv(self, number: int, entry: Entry) -> Steps:
+        yield from self.take(number, ("dv", entry.chain))
+        if not self.cta.cfg.last_finishes:
+            self.free(number)
+
+    def take(self, number: int, label: object) -> Steps:
+        """Reads the halves, which must not change until all of them are read."""
+        for wg in self.halves:
+            yield from self.await_staged(number, wg)
+            assert self.cta.slots[half_slot(number, wg)[0]] == label, "the slot holds something else"
+        yield "step"
+        for wg in self.halves:
+            half = half_slot(number, wg)[0]
+            assert self.cta.slots[half] == label, "the slot was overwritten before it was stored"
+            self.cta.slots[half] = None
+
+
+class DkWriter(RoleModel):
+    role = Role.DK_WRITER
+
+    def run(self) -> Steps:
+        for i in range(len(self.cta.chains)):
             yield from self.wait("dk_full", 0, i & 1)
-            assert self.info[i & 1][0] == i and self.ds == [("dk", i)] * 2
+            self.check_dk(i)
             yield "step"
-            assert self.info[i & 1][0] == i and self.ds == [("dk", i)] * 2
+            self.check_dk(i)
             self.arrive("dk_empty")
 
-    def roles(self):
-        return [
-            self.producer(),
-            self.consumer(0),
-            self.consumer(1),
-            self.dk_writer(),
-            *[self.writer(w) for w in range(self.cfg.writers)],
-        ]
+    def check_dk(self, chain: int) -> None:
+        info = self.cta.info[chain & 1]
+        assert info is not None and info[0] == chain, "the chain's facts were overwritten"
+        held = {label for (stage, _), label in self.cta.ds.items() if stage < CONSUMER_WARPGROUPS}
+        assert held == {("dk", chain)}, "dK is not there, or was overwritten"
 
 
-def run(machines, rng: random.Random, patience: int = 200_000) -> None:
-    """Random interleaving until every role has ended; fails if none can move."""
-    live = [role for m in machines for role in m.roles()]
+def run(ctas: list[Cta], rng: random.Random, patience: int = 200_000) -> None:
+    """Random interleaving until every role has ended. Fails if none can move."""
+    live = [role for cta in ctas for role in cta.roles()]
     idle = 0
     for _ in range(patience):
         if not live:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn.backends.sm90.config import DTYPES, MANY_KEYS, MASKS, SMEM_LIMIT, shipped
+from dash_attn.backends.sm90.config import DTYPES, MANY_KEYS, MASKS, shipped
+from dash_attn.backends.sm90.cta import SMEM_LIMIT
 from dash_attn.backends.sm90.smem_plan import plan
 from tests.backends.sm90.compile_report import config_of, disassembler
 
@@ -18,7 +19,7 @@ missing = [package for package, found in needs.items() if not found]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-# The masks of one dim, dtype and kind make a group: few enough to share a process, many enough for its start to pay.
+# A group is compiled by one process. It has the masks of one dim, dtype and kind, because a start takes long.
 GROUPS = {
     f"{dim}-{dtype}-{kind}": [f"main,{dim},{dtype},{mask},{how}" for mask in MASKS]
     for dim in (64, 128)

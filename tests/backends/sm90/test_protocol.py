@@ -1,40 +1,47 @@
-"""No deadlock, and no buffer overwritten early, under random interleavings of the roles on random Programs."""
+"""The protocol between the roles, under random interleavings of a model that is tied to the kernel.
 
+No deadlock, no buffer overwritten early, on random Programs; and no barrier or barrier call that the kernel and the
+model do not share.
+"""
+
+import ast
 import dataclasses
 import random
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+from pathlib import Path
 
 import pytest
 
+from dash_attn.backends.sm90 import barriers
+from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, NamedBarrier, Role
 from dash_attn.backends.sm90.config import select
-from dash_attn.order import applicable, schedule
+from dash_attn.backends.sm90.cta import WARP
+from dash_attn.launch import compose
+from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
-from dash_attn.program import build
+from dash_attn.program import Chain as Column
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
-from tests.backends.sm90.protocol import Machine, run
+from tests.backends.sm90 import protocol
+from tests.backends.sm90.protocol import Chain, Cta, Task, run
+
+DEVICE = Path(barriers.__file__).parent / "device"
+PLAIN = select(128, "bf16", "full")
 
 
-def chains_of(program, chains):
-    """[(chain, [(dQ tile, turn, last?), ...]), ...] of one worker."""
-    tasks, group, out = program.expand(), program.geometry.group, []
-    for c in chains.tolist():
-        batch, head, kv = program.chains[c, :3].tolist()
-        mine = range(program.task_first[c], program.task_first[c + 1])
-        out.append(
-            (
-                (batch, head, kv),
-                [
-                    (
-                        (batch, head * group + int(tasks.head[t]), int(tasks.q[t])),
-                        int(tasks.turn[t]),
-                        bool(tasks.turn[t] == program.contributors[tasks.q[t]] - 1),
-                    )
-                    for t in mine
-                ],
-            )
-        )
-    return out
+def chains_of(program, rows):
+    """The chains of one worker, with names for the dQ tiles."""
+    tasks, group, chains = program.expand(), program.geometry.group, []
+    for row in rows.tolist():
+        batch, kv_head, kv_tile = program.chains[row, [Column.BATCH, Column.KV_HEAD, Column.KV_TILE]].tolist()
+        mine = []
+        for t in range(program.task_first[row], program.task_first[row + 1]):
+            name = (batch, kv_head * group + int(tasks.head[t]), int(tasks.q[t]))
+            last = tasks.turn[t] == program.contributors[tasks.q[t]] - 1
+            mine.append(Task(name, int(tasks.turn[t]), bool(last)))
+        chains.append(Chain((batch, kv_head, kv_tile), mine))
+    return chains
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -45,27 +52,194 @@ def test_random_programs(seed):
     mask = rng.choice([FULL, CAUSAL, window(rng.randrange(300), rng.randrange(300)), documents([0, *cuts, length])])
     problem = Problem(1, heads_kv * group, heads_kv, length, length, mask=mask)
     tiling = tile(problem, TileShape(64, 128))
-    program = build(schedule(tiling, rng.choice(applicable(tiling))))
-    placed = verify(program, max(verify(program).co_resident, rng.randrange(1, 9))).placement
-    cfg = dataclasses.replace(select(128, "bf16", "full"), split=rng.random() < 0.5)
-    if rng.random() < 0.5:
-        cfg = dataclasses.replace(cfg, p_early=0, delta_ahead=0)
-    cfg = dataclasses.replace(cfg, finish=rng.choice(["last", "postpass"]))
+    program = compose(tiling, rng.choice(applicable(tiling)))
+    verified = verify(program)
+    placed = verified.on(max(verified.co_resident, rng.randrange(1, 9))).placement
+    early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
+    how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8)
+    cfg = dataclasses.replace(PLAIN, finish=rng.choice(["last", "postpass"]), **how, **early)
     counters = {}
-    lists = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
-    run([Machine(cfg, chains_of(program, mine), counters) for mine in lists], rng)
-    seen = {tile: n for (tile, _), n in counters.items()}
-    assert all(n == program.contributors[tile[2]] for tile, n in seen.items())
+    parts = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
+    run([Cta(cfg, chains_of(program, part), counters) for part in parts], rng)
+    taken = {name: turns for (name, _), turns in counters.items()}
+    assert all(turns == program.contributors[name[2]] for name, turns in taken.items())
 
 
 def test_empty_chains_back_to_back():
-    cfg = select(128, "bf16", "full")
     for seed in range(5):
-        chains = [((0, 0, n), [] if n % 5 else [((0, 0, n), 0, True)]) for n in range(40)]
-        run([Machine(cfg, chains, {})], random.Random(seed))
+        chains = [Chain(n, [] if n % 5 else [Task(n, 0, True)]) for n in range(40)]
+        run([Cta(PLAIN, chains, {})], random.Random(seed))
 
 
 def test_a_wrong_turn_is_noticed():
-    cfg = select(128, "bf16", "full")
     with pytest.raises(AssertionError, match="deadlock"):
-        run([Machine(cfg, [((0, 0, 0), [((0, 0, 0), 1, False)])], {})], random.Random(0))
+        run([Cta(PLAIN, [Chain(0, [Task(0, 1, False)])], {})], random.Random(0))
+
+
+def worker(**changes):
+    """A worker with full, short and empty chains on shared dQ tiles. It comes to every barrier of every slot."""
+    counts, turns, lasts = [3, 0, 1, 5, 2, 4, 0, 5], {}, {}
+    for count in counts:
+        for q in range(count):
+            lasts[q] = lasts.get(q, 0) + 1
+    chains = []
+    for n, count in enumerate(counts):
+        tasks = [Task(q, turns.get(q, 0), turns.get(q, 0) == lasts[q] - 1) for q in range(count)]
+        turns.update({task.tile: task.turn + 1 for task in tasks})
+        chains.append(Chain(n, tasks))
+    return Cta(dataclasses.replace(PLAIN, peek=True), chains, {}, **changes)
+
+
+def check_barriers(**changes):
+    """Runs the worker with changed barrier tables. Fails if a declared barrier is not used, or a used one missing."""
+    for seed in range(3):
+        cta = worker(**changes)
+        run([cta], random.Random(seed), patience=30_000)
+        assert not cta.unused, f"declared, but not used by the model: {sorted(map(str, cta.unused))}"
+
+
+def test_the_model_uses_every_declared_barrier():
+    check_barriers()
+
+
+def changed_specs(spec) -> Iterator[tuple[str, list[barriers.MBarrierSpec]]]:
+    other = {Role.PRODUCER: Role.DK_WRITER}
+    yield "removed", []
+    yield "one arrival more", [dataclasses.replace(spec, arrivals=spec.arrivals + 1)]
+    if spec.arrivals > 1:
+        yield "one arrival fewer", [dataclasses.replace(spec, arrivals=spec.arrivals - 1)]
+    yield "one barrier more", [dataclasses.replace(spec, count=spec.count + 1)]
+    yield "one barrier fewer", [dataclasses.replace(spec, count=spec.count - 1)]
+    yield "others arrive", [dataclasses.replace(spec, arrives=other.get(spec.arrives, Role.PRODUCER))]
+    yield "others wait", [dataclasses.replace(spec, waits=other.get(spec.waits, Role.PRODUCER))]
+    yield "a second one", [spec, dataclasses.replace(spec, name="another")]
+
+
+CHANGES = [(s, why, specs) for s in MBARRIERS for why, specs in changed_specs(s)]
+
+
+@pytest.mark.parametrize(("spec", "why", "specs"), CHANGES, ids=[f"{s.name}: {why}" for s, why, _ in CHANGES])
+def test_every_change_of_a_barrier_is_noticed(spec, why, specs):
+    tables = [new for old in MBARRIERS for new in (specs if old is spec else [old])]
+    with pytest.raises(AssertionError):
+        check_barriers(specs=tables)
+
+
+@pytest.mark.parametrize("barrier", NamedBarrier)
+@pytest.mark.parametrize("more", [-WARP, WARP, None], ids=["fewer", "more", "removed"])
+def test_every_change_of_a_named_barrier_is_noticed(barrier, more):
+    threads = {b: n for b, n in NAMED_BARRIER_THREADS.items() if b is not barrier}
+    if more is not None:
+        threads[barrier] = NAMED_BARRIER_THREADS[barrier] + more
+    with pytest.raises(AssertionError):
+        check_barriers(threads=threads)
+
+
+def with_ring(depth):
+    """Random chains on a task ring of another depth, with its barriers."""
+    specs = [dataclasses.replace(s, count=depth) if s.name == "task_full" else s for s in MBARRIERS]
+    for seed in range(40):
+        rng = random.Random(seed)
+        chains = [Chain(n, [Task((n, q), 0, True) for q in range(rng.choice([0, 0, 1, 2, 5]))]) for n in range(12)]
+        run([Cta(PLAIN, chains, {}, specs=specs, ring=depth)], rng)
+
+
+def test_the_depth_that_the_ring_needs_is_enough():
+    with_ring(barriers.RING_DEPTH_NEEDED)
+
+
+def test_a_shallow_ring_is_noticed():
+    with pytest.raises(AssertionError, match="overwritten before it was read"):
+        with_ring(4)
+
+
+# ---- the model against the kernel's source -------------------------------------------------------------------
+
+KINDS = {"wait": "wait", "is_done": "peek", "arrive": "arrive", "expect": "arrive", "leave": "arrive"}
+ROLES = ("Producer", "Consumer", "DqWriter", "DkWriter")
+FUNCTIONS = ("publish", "await_entry")
+
+
+def functions_of(*sources):
+    """The methods of the roles, and the functions that they share, by name."""
+    functions = {}
+    for source in sources:
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and node.name in ROLES:
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        functions[node.name, method.name] = method
+            elif isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
+                functions["", node.name] = node
+    return functions
+
+
+def calls_of(functions, role, name, inlined=frozenset()) -> Iterator[tuple[str, str]]:
+    """The barrier calls of a function in the order of its source, and its calls of functions that have some.
+
+    Functions in `inlined` are replaced by their own calls.
+    """
+
+    def visit(node):
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "NamedBarrier":
+            yield "sync", node.attr
+        if not isinstance(node, ast.Call):
+            return
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        on_self = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "self"
+        target = (role, called) if on_self else ("", called)
+        literal = node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
+        if called in KINDS and literal:
+            yield KINDS[called], node.args[0].value
+        elif target in inlined:
+            yield from calls_of(functions, *target, inlined)
+        elif target in functions and any(calls_of(functions, *target, inlined)):
+            yield "call", called
+
+    for statement in functions[role, name].body:
+        yield from visit(statement)
+
+
+def outline(functions, inlined=frozenset()):
+    """By function: its calls, with repeated ones written once. Branches of a build repeat calls."""
+    calls = {at: [call for call, _ in groupby(calls_of(functions, *at, inlined))] for at in functions}
+    return {at: made for at, made in calls.items() if made and at not in inlined}
+
+
+def kernel_sources():
+    names = ("producer.py", "consumer.py", "dq_writer.py", "tasks.py")
+    return [(DEVICE / name).read_text(encoding="utf-8") for name in names]
+
+
+def model_outline(kernel):
+    """The model's outline, without methods that only the model has."""
+    model = functions_of(Path(protocol.__file__).read_text(encoding="utf-8"))
+    return outline(model, frozenset(set(model) - set(kernel)))
+
+
+def test_kernel_and_model_make_the_same_barrier_calls():
+    kernel = outline(functions_of(*kernel_sources()))
+    assert kernel == model_outline(kernel)
+    named = {name for calls in kernel.values() for kind, name in calls if kind in ("wait", "arrive")}
+    assert named == {spec.name for spec in MBARRIERS}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('self.leave("k_empty", 0)\n        # (7)', "pass\n        # (7)"),
+        ('self.leave("do_empty", stage)', 'self.leave("q_empty", stage)'),
+        ('cta.bars.wait("v_full", 0, odd)', "pass"),
+        ("self.sync_consumers()  #", "#"),
+        ('cta.bars.wait("q_empty", stage, free)', 'cta.bars.wait("do_empty", stage, free)'),
+        ("            self.fetch_sum(writer, entry, (q_tile, plane))", "            pass"),
+        ('cta.bars.arrive("dk_empty")', "pass"),
+    ],
+)
+def test_a_change_of_the_kernel_is_noticed(old, new):
+    sources = kernel_sources()
+    assert sum(old in source for source in sources) == 1
+    kernel = outline(functions_of(*(source.replace(old, new) for source in sources)))
+    assert kernel != model_outline(kernel)

@@ -35,7 +35,7 @@ def settings(device: torch.device, *peers: str) -> Settings:
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 128])
 def test_every_variant_is_right(cuda: torch.device, dim: int, mask) -> None:
-    row = measure(cases.Case("small", Problem(2, 4, 2, 1000, 1000, dim, mask=mask)), settings(cuda, *ALL))
+    row = measure(cases.BenchCase("small", Problem(2, 4, 2, 1000, 1000, dim, mask=mask)), settings(cuda, *ALL))
     wrong = {"fa4", "fa4 det"} if dim == 80 else set()  # what is wrong is reported, not left out
     assert set(row["failed"]) <= wrong, row["failed"]
     assert "triton two-pass" in row["us"] and "fa2" in row["us"], row["missing"]
@@ -46,17 +46,17 @@ def test_every_variant_is_right(cuda: torch.device, dim: int, mask) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_no_more_memory_than_fa4(cuda: torch.device, dim: int, heads_kv: int) -> None:
     problem = Problem(1, 8, heads_kv, 4096, 4096, dim, mask=CAUSAL)
-    peak = measure(cases.Case("memory", problem), settings(cuda, "fa4", "fa4 det"))["peak_bytes"]
+    peak = measure(cases.BenchCase("memory", problem), settings(cuda, "fa4", "fa4 det"))["peak_bytes"]
     assert peak[Ours().default(problem).name] <= peak["fa4 det"], peak
 
 
 def test_flex_is_right(cuda: torch.device) -> None:
-    row = measure(cases.Case("small", Problem(1, 4, 2, 1024, 1024, 64, mask=CAUSAL)), settings(cuda, "flex"))
+    row = measure(cases.BenchCase("small", Problem(1, 4, 2, 1024, 1024, 64, mask=CAUSAL)), settings(cuda, "flex"))
     assert "flex" in row["us"] and not row["failed"], (row["missing"], row["failed"])
 
 
 def test_only_what_promises_nothing_deviates(cuda: torch.device) -> None:
-    case = cases.Case("long", Problem(1, 4, 4, 8192, 8192, 128, mask=CAUSAL))
+    case = cases.BenchCase("long", Problem(1, 4, 4, 8192, 8192, 128, mask=CAUSAL))
     row = deviation(case, settings(cuda, "triton two-pass"))
     assert not row["failed"]
     assert row["deviation"][f"any ({Ours().default(case.problem).name})"]["mean"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from dash_attn.backends import Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import CAUSAL, FULL, Problem, window
 from dash_attn.tools.bench import cases, report, timing
-from dash_attn.tools.bench.command import cases_of, main, parser
+from dash_attn.tools.bench.command import _settings, cases_of, main, parser
 from dash_attn.tools.bench.measure import Settings, deviation, measure
 from dash_attn.tools.bench.operands import draw_operands, error, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours, Way
@@ -28,7 +27,7 @@ from dash_attn.tools.bench.variants import Variant, reason
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-TINY = cases.Case("tiny", Problem(2, 4, 2, 96, 96, 16, "float32", mask=CAUSAL))
+TINY = cases.BenchCase("tiny", Problem(2, 4, 2, 96, 96, 16, "float32", mask=CAUSAL))
 
 
 def settings(*peers: str, **ours: object) -> Settings:
@@ -44,7 +43,7 @@ def test_the_grid_is_the_papers() -> None:
     for case in grid:
         p = case.problem
         assert p.batch * p.len_q == 16384 and p.heads_q * p.dim == 2048 and p.group == 1
-    assert grid[0].flops == 2 * cases.Case("", Problem(32, 16, 16, 512, 512, mask=CAUSAL)).flops
+    assert grid[0].flops == 2 * cases.BenchCase("", Problem(32, 16, 16, 512, 512, mask=CAUSAL)).flops
 
 
 def test_models_have_their_real_dimensions() -> None:
@@ -114,7 +113,7 @@ def test_the_price_is_that_of_the_two_by_themselves() -> None:
     row["pairs"]["ours"] = {"fa3": {"median": 100.0}, "any (fa3)": {"median": 98.0}}
     assert report.price(row, "ours") == pytest.approx(0.02) and report.price(row, "fa4") is None
     assert "+2.0%" in report.summary({"suite": "grid", "rows": [row]})
-    del row["pairs"]  # older results
+    del row["pairs"]  # not timed by themselves
     assert report.price(row, "ours") == pytest.approx(1 - row["us"]["any (fa3)"]["median"] / row["us"]["fa3"]["median"])
 
 
@@ -129,7 +128,7 @@ def test_our_own_errors_are_failures_but_what_is_not_built_is_missing() -> None:
 
 
 def test_deviation_is_zero_in_order_and_not_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases.Case("four tiles", Problem(1, 1, 1, 1024, 1024, 16, "float32"))
+    case = cases.BenchCase("four tiles", Problem(1, 1, 1, 1024, 1024, 16, "float32"))
     late = {"threads": 4, "jitter": 2e-3}
 
     def unordered(problem: Problem, sets):
@@ -210,11 +209,28 @@ def test_a_run_on_the_cpu(suite: str, tmp_path: Path, capsys) -> None:
     out, result = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert result["suite"] == suite and result["environment"]["torch"] == torch.__version__
     assert "missing: fa4 (everywhere): runs on GPUs only" in out
-    with (tmp_path / "r.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert {"fa4"} <= {line["variant"] for line in lines} and all(line["suite"] == suite for line in lines)
-    ran = {line["variant"] for line in lines if line["us_median" if suite == "price" else "deviation"]}
-    assert ran and (suite == "block" or {"torch math"} < ran)
+    (row,) = result["rows"]
+    assert row["missing"]["fa4"] == "runs on GPUs only"
+    ran = row["deviation" if suite == "deviation" else "us"]
+    assert ran and (suite == "block" or {"torch math"} < set(ran))
+
+
+def test_a_second_run_adds_to_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    quick = ["--cpu", "--rounds", "1", "--budget-ms", "1", "--peers", "none", "--policies", "fa3", "--out", str(file)]
+    assert main([*quick, "--causal"]) == 0 and main([*quick, "--no-causal", "--add"]) == 0
+    both = json.loads(file.read_text())
+    assert [row["cell"] for row in both["rows"]] == ["d64 causal 256", "d64 full 256"]
+    both["rows"][0]["default"] = "earlier"
+    file.write_text(json.dumps(both))
+    assert main([*quick, "--causal", "--add"]) == 0
+    again = json.loads(file.read_text())["rows"]
+    assert [(row["cell"], row["default"]) for row in again] == [("d64 causal 256", "fa3"), ("d64 full 256", "fa3")]
+    with pytest.raises(ValueError, match="holds suite grid, this run is suite price"):
+        main([*quick, "--suite", "price", "--add"])
+    file.write_text(json.dumps({**both, "environment": {**both["environment"], "torch": "0.1"}}))
+    with pytest.raises(ValueError, match=r"torch was 0\.1"):
+        main([*quick, "--add"])
 
 
 def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -259,7 +275,7 @@ def test_mistakes_are_named(arguments: list[str], says: str) -> None:
 
 
 def test_shape_options_pose_or_choose() -> None:
-    def chosen(*words: str) -> list[cases.Case]:
+    def chosen(*words: str) -> list[cases.BenchCase]:
         return cases_of(parser().parse_args(list(words)), "grid")
 
     own = chosen("--nheads", "8", "--nheads-kv", "2", "--seqlen", "512,1k".replace("1k", "1024"), "--causal")
@@ -271,17 +287,26 @@ def test_shape_options_pose_or_choose() -> None:
 
 
 def test_tables_of_the_committed_results() -> None:
-    result = json.loads((RESULTS / "before/backward_h200_2026-11-15_grid.json").read_text())
+    result = json.loads((RESULTS / "grid_h200.json").read_text())
     text = report.summary(result)
-    assert "d128 causal 16384" in text and "geometric mean" in text
+    assert "d128 causal 16384" in text and "geometric mean" in text and "price of determinism" in text
     row = result["rows"][0]
-    assert report.default_of(row) == "shift:64" and report.unordered_of(row) == "any (shift:64)"
-    us = {name: row["us"][name]["median"] for name in ("fa4", "fa4 det")}
-    assert report.price(row, "fa4") == pytest.approx(1 - us["fa4"] / us["fa4 det"])
+    assert report.default_of(row) == "shift:4" and report.unordered_of(row) == "any (shift:4)"
+    us = {name: row["us"][name]["median"] for name in ("fa2", "fa2 det")}
+    assert report.price(row, "fa2") == pytest.approx(1 - us["fa2"] / us["fa2 det"])
+    row["peak_bytes"] = {"shift:4": 123e6}
+    assert "123" in report.memory(result)[1][0] and "peak MB" in text
+    for each in result["rows"]:
+        each["peak_bytes"] = {}
     assert not report.memory(result)
-    row["peak_bytes"] = {"shift:64": 123e6}
-    assert "123" in report.memory(result)[1][0] and "peak MB" in report.summary(result)
-    assert report.price(row, "fa2") is None and report.is_ours("fa3") and not report.is_ours("fa4 det")
+    assert report.is_ours("fa3") and not report.is_ours("fa4 det")
+
+
+def test_a_suite_says_how_long_it_is_timed() -> None:
+    suite, words = SUITES["grid_close"], parser().parse_args(["--cpu"])
+    how = _settings(words, suite, CPU).timing
+    assert (how.rounds, how.budget_ms, how.lead_ms) == (31, 250.0, 20.0)
+    assert _settings(parser().parse_args(["--rounds", "3", "--lead-ms", "5"]), suite, CPU).timing.lead_ms == 5
 
 
 def test_a_variant_for_each_config() -> None:

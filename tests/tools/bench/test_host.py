@@ -11,14 +11,14 @@ import torch
 
 from dash_attn.problem import CAUSAL, Problem, documents
 from dash_attn.tools.bench import host
-from dash_attn.tools.bench.cases import Case
+from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.command import main
 from dash_attn.tools.bench.host import host_us, measure_host
 
 CPU = torch.device("cpu")
 SMALL = [
-    Case("plain", Problem(1, 2, 1, 40, 40, 16, "float32", mask=CAUSAL)),
-    Case("packed", Problem(1, 2, 2, 40, 40, 16, "float32", mask=documents([0, 10, 40], causal=True))),
+    BenchCase("plain", Problem(1, 2, 1, 40, 40, 16, "float32", mask=CAUSAL)),
+    BenchCase("packed", Problem(1, 2, 2, 40, 40, 16, "float32", mask=documents([0, 10, 40], causal=True))),
 ]
 
 

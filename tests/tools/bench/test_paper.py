@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from dash_attn.tools.bench.paper import CLAIMS, page, span
+from dash_attn.tools.bench.paper import CLAIMS, PROOFS, page, span
+from dash_attn.tools.viz.results import gathered
+
+ROOT = Path(__file__).parents[3]
 
 
 def row(cell: str, us: dict[str, float], **more: Any) -> dict[str, Any]:
     mask = "causal" if "causal" in cell else "full"
+    dim = 128 if cell.startswith("d128") else 64
     times = {name: {"median": x, "p20": x, "p80": x} for name, x in us.items()}
     default = "symmetric_shift:64" if mask == "causal" else "shift:64"
-    return {"cell": cell, "us": times, "default": default, "shape": {"mask": mask, "len_q": 1}, **more}
+    return {
+        "cell": cell,
+        "us": times,
+        "default": default,
+        "shape": {"mask": mask, "len_q": 4096, "dim": dim},
+        "model": "m",
+        **more,
+    }
 
 
 def result(*rows: dict[str, Any]) -> dict[str, Any]:
     env = {"gpu": "Some GPU", "torch": "2.0", "date": "2026-01-01"}
-    return {"environment": env, "commands": ["dash-attn bench --some"], "notes": ["half of it"], "rows": list(rows)}
+    return {
+        "environment": env,
+        "commands": ["dash-attn bench --some\ndash-attn bench --more"],
+        "notes": ["half of it"],
+        "rows": list(rows),
+    }
 
 
 def test_every_claim_has_its_sentences() -> None:
@@ -43,9 +60,27 @@ def test_every_claim_has_its_sentences() -> None:
     assert "from 0.95x to 1.20x, ahead in 1 of 2 cells, behind most at d64 full 512." in text
     assert "At 16,384 tokens it is 1.20x: unlike in the paper" in text
     assert "symmetric shift is 1.10x descending, ahead in 1 of 1 cells, unlike in the paper" in text
-    assert "Blocks with a causal mask gain -10.0% over fa4 det" in text and "25% of a block's time" in text
+    assert (
+        "Blocks with a causal mask gain -10.0% over FlashAttention-4's deterministic mode" in text
+        and "25% of a block's time" in text
+    )
+    assert "m gains -10.0% (4,096 tokens), -10.0% (4,096 tokens)." in text
+    assert "| m causal | 0.1 | 0.1 | 0.1 | 25% | -10.0% |" in text
+    assert "| d128 causal 16384 | 1.09x | 1.20x | 1.20x | 0.90x | 0.80x |" in text
+    assert "| d128 full 512 | 1.0e-04 | - | - | 0 |" in text
     assert "up to 2.0e-04 (fa2 det)" in text and "promise determinism and deviate: fa2 det" in text
     assert 'src="pictures/grid.png"' in text and "Some GPU, torch 2.0, 2026-01-01" in text
+
+
+def test_the_document_is_what_the_committed_results_say() -> None:
+    """docs/bench.md names the command that writes it anew."""
+    made = page(gathered(sorted((ROOT / "benchmarks" / "results").glob("*.json"))), "figures/bench")
+    assert made == (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+
+
+def test_every_figure_of_the_model_names_a_test_that_exists() -> None:
+    assert all((ROOT / proof.test).is_file() for proof in PROOFS)
+    assert "| Figure 5, Lemma 1 |" in page({}, "x")
 
 
 def test_what_was_not_measured_is_not_told() -> None:
@@ -60,4 +95,8 @@ def test_symmetric_shift_is_told_beside_the_order_of_auto() -> None:
     made = {**row("d128 causal 512", us | other), "default": "level"}
     text = page({"grid": result(made)}, "x")
     assert "Symmetric shift against the paper's baseline order: 2.00x" in text
-    assert "The order that `auto` takes: 2.40x" in text and "half of it" in text and "$ dash-attn bench --some" in text
+    assert (
+        "The order that `auto` takes: 2.40x" in text
+        and "half of it" in text
+        and "$ dash-attn bench --some\n$ dash-attn bench --more" in text
+    )

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from dash_attn.order import POLICIES, schedule
+from dash_attn.launch import compose
+from dash_attn.order import POLICIES
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import Program, build, load, save
+from dash_attn.program import Program, load, save
 from dash_attn.simulate import CLOSED_FORMS, Machine
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.cli.main import main
@@ -129,7 +130,7 @@ def test_bad_arguments_exit_2_with_one_line(capsys, arguments, says):
 
 
 def causal_program(policy: str) -> Program:
-    return build(schedule(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), policy))
+    return compose(tile(Problem(1, 2, 2, 16, 16, mask=CAUSAL), TileShape(2, 2)), policy)
 
 
 def test_verify_accepts_and_refuses(capsys, tmp_path):

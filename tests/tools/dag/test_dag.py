@@ -10,9 +10,10 @@ import rustworkx as rx
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, schedule
+from dash_attn.launch import compose
+from dash_attn.order import Choice, Order, Template
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import Program, Sequences, build, bundles, place
+from dash_attn.program import Chain, Program, Queue, Sequences, build
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.dag import Dag, dag, depth_monotone
@@ -43,11 +44,11 @@ def without_turns(whole: Dag) -> rx.PyDiGraph:
 @given(programs(), costs, costs, st.integers(0, 3))
 def test_length_is_the_makespan(program: Program, c: int, r: int, more: int) -> None:
     workers = max(1, verify(program).co_resident) + more
-    placement, model = place(program, workers), Paper(c, r)
+    placement, model = verify(program).on(workers).placement, Paper(c, r)
     graph = dag(program, placement, model)
     makespan = simulate(program, workers, model, placement=placement).makespan
     assert graph.length() == makespan == longest(graph.graph)
-    alone = bundles(program)
+    alone = program.bundles
     assert (
         dag(program, None, model).length() == simulate(program, len(alone.first) - 1, model, placement=alone).makespan
     )
@@ -62,19 +63,17 @@ def test_critical_path_is_a_path_of_named_phases(program: Program, c: int, r: in
     number = {(graph.graph[node].kind, graph.graph[node].task): node for node in graph.graph.node_indices()}
     nodes = [number[phase.kind, phase.task] for phase in path]
     assert all(graph.graph.has_edge(a, b) for a, b in pairwise(nodes))
-    times = (
-        simulate(program, program.num_bundles, Paper(c, r), placement=bundles(program)).outcome.times if path else []
-    )
+    times = simulate(program, program.num_bundles, Paper(c, r), placement=program.bundles).outcome.times if path else []
     clock = 0.0
     for phase in path:  # no phase on it can start any earlier, so its begin is where the one before ended
         assert (times[0] if phase.kind == "C" else times[3])[phase.task] == clock
         clock += phase.duration
-        assert f"kv {program.chains[program.expand().chain[phase.task], 2]}" in str(phase)
+        assert f"kv {program.chains[program.expand().chain[phase.task], Chain.KV_TILE]}" in str(phase)
 
 
 def test_every_edge_says_why_it_is_there() -> None:
-    program = build(schedule(tile(Problem(1, 1, 1, 3, 3, mask=CAUSAL), TileShape(1, 1)), "fa3"))
-    graph = dag(program, place(program, 2)).graph
+    program = compose(tile(Problem(1, 1, 1, 3, 3, mask=CAUSAL), TileShape(1, 1)), "fa3")
+    graph = dag(program, verify(program).on(2).placement).graph
     whys = [graph.get_edge_data_by_index(edge) for edge in graph.edge_indices()]
     # 6 tasks on workers, each with its two phases; q tiles 0, 1, 2 get 1, 2, 3 contributions.
     assert {why: whys.count(why) for why in set(whys)} == {"task": 6, "chain": 6, "turn": 3}
@@ -103,7 +102,8 @@ def equal_lines(draw: st.DrawFn) -> Program:
     template = Template(np.arange(num_kv + 1) * num_q, np.zeros_like(flat), flat, np.array(turn, np.int64))
     tiling = tile(Problem(1, 1, 1, num_q, num_kv), TileShape(1, 1))
     launch, alone = np.arange(num_kv), np.arange(num_kv + 1)
-    program = build(Schedule(tiling, Choice("drawn"), (template,), np.zeros(1, np.int64), launch, alone, "dealt"))
+    order = Order.of_one(tiling, Choice("drawn"), template, [[(kv,) for kv in range(num_kv)]])
+    program = build(order, Queue(launch, alone, "dealt"))
     try:
         verify(program)
     except VerifyError:
@@ -125,7 +125,8 @@ def test_depth_monotone_is_keeping_the_critical_path(program: Program, c: int, r
 @given(programs(), costs, costs, st.integers(1, 5))
 def test_depth_monotone_orders_never_wait(program: Program, c: int, r: int, workers: int) -> None:
     """Lines of any length: one way still holds."""
-    placement = place(program, max(workers, verify(program).co_resident))
+    verified = verify(program)
+    placement = verified.on(max(workers, verified.co_resident)).placement
     if depth_monotone(program, placement):
         graph = dag(program, placement, Paper(c, r))
         assert graph.length() == longest(without_turns(graph))
@@ -135,7 +136,7 @@ def test_depth_monotone_orders_never_wait(program: Program, c: int, r: int, work
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16])
 def test_depth_of_the_papers_orders(n: int) -> None:
     def made(policy: str, **mask: object) -> Program:
-        return build(schedule(tile(Problem(1, 2, 2, n, n, **mask), TileShape(1, 1)), policy))  # type: ignore[arg-type]
+        return compose(tile(Problem(1, 2, 2, n, n, **mask), TileShape(1, 1)), policy)  # type: ignore[arg-type]
 
     assert depth_monotone(made("shift"))
     assert depth_monotone(made("fa3")) == (n == 1)
@@ -145,8 +146,8 @@ def test_depth_of_the_papers_orders(n: int) -> None:
 
 def test_nothing_to_do() -> None:
     for lengths in [(0, 0), (0, 4), (4, 0)]:
-        program = build(schedule(tile(Problem(1, 1, 1, *lengths), TileShape(2, 2)), "fa3"))
-        for placement in (None, place(program, 3)):
+        program = compose(tile(Problem(1, 1, 1, *lengths), TileShape(2, 2)), "fa3")
+        for placement in (None, verify(program).on(3).placement):
             assert dag(program, placement).length() == 0 and depth_monotone(program, placement)
     empty = Sequences(np.zeros(4, np.int32), np.zeros(0, np.int32))
-    assert depth_monotone(build(schedule(tile(Problem(1, 1, 1, 4, 0), TileShape(2, 2)), "fa3")), empty)
+    assert depth_monotone(compose(tile(Problem(1, 1, 1, 4, 0), TileShape(2, 2)), "fa3"), empty)

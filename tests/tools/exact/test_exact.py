@@ -13,14 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.order import Choice, Schedule, Template, applicable, schedule
+from dash_attn.launch import compose
+from dash_attn.order import POLICIES, Choice, Order, Template, applicable
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, window
-from dash_attn.program import build, place, replay
+from dash_attn.program import Chain, Program, Queue, build, play
 from dash_attn.program.replay import FINISHED
-from dash_attn.simulate import Paper, simulate
+from dash_attn.simulate import Paper, lower_bounds, simulate
 from dash_attn.tiling import TileShape, Tiling, grid, tile
-from dash_attn.tools.exact import MAX_TASKS, ExactResult, exact
+from dash_attn.tools.exact import MAX_TASKS, ExactResult, solve
 from dash_attn.verify import VerifyError, verify
+from tests.simulate import oracle
 from tests.strategies import examples, grids
 
 SECONDS = 20.0
@@ -33,23 +35,21 @@ def square(n: int, mask: Mask, heads: int = 1, group: int = 1) -> Tiling:
 def makespan(tiling: Tiling, policy: str, workers: int, model: Paper) -> float:
     """Of a policy; infinite where it needs more workers."""
     try:
-        return simulate(build(schedule(tiling, policy)), workers, model).makespan
+        return simulate(compose(tiling, policy), workers, model).makespan
     except VerifyError:
         return float("inf")
 
 
 def check(tiling: Tiling, workers: int, compute: int, reduce: int) -> ExactResult:
-    """Solve, and hold the answer against the simulator, the lower bound and every policy."""
-    found = exact(tiling, workers, compute, reduce, seconds=SECONDS)
-    program = build(found.schedule)
-    verify(program, workers)
-    result = simulate(program, workers, Paper(compute, reduce))
-    assert result.makespan == found.makespan
-    assert found.bound >= result.lower_bound or found.bound == pytest.approx(result.lower_bound)
-    assert found.optimal == (found.makespan == found.bound)
+    """Solve, and hold the answer against a ticking clock, the lower bound and every policy."""
+    model = Paper(compute, reduce)
+    result = solve(tiling, workers, model, seconds=SECONDS)
+    placed = verify(result.program).on(workers)
+    assert oracle.run(placed.program, placed.placement, model.costs()).makespan == result.makespan >= result.bound
+    assert result.bound >= max(lower_bounds(result.program, workers, model).values()) - 1e-6
     for policy in applicable(tiling):
-        assert makespan(tiling, policy, workers, Paper(compute, reduce)) >= found.bound
-    return found
+        assert makespan(tiling, policy, workers, model) >= result.bound
+    return result
 
 
 @examples(120)
@@ -58,8 +58,8 @@ def test_small_problems_are_solved(tiling: Tiling, workers: int, compute: int, r
     assert check(tiling, workers, compute or 1, reduce).optimal
 
 
-def every_schedule(tiling: Tiling) -> Iterator[Schedule]:
-    """All visit orders x all turns x all placements on two workers of one group."""
+def every_program(tiling: Tiling) -> Iterator[Program]:
+    """All visit orders x all turns x all bundles for two workers, of one group."""
     rows = [np.flatnonzero(row).tolist() for row in tiling.state]
     first = np.cumsum([0, *map(len, rows)])
     columns = [np.flatnonzero(column).tolist() for column in tiling.state.T]
@@ -71,9 +71,8 @@ def every_schedule(tiling: Tiling) -> Iterator[Schedule]:
             for launch in permutations(range(tiling.num_kv)):
                 for cut in range(1, tiling.num_kv + 1):
                     bundles = np.unique([0, cut, tiling.num_kv])
-                    yield Schedule(
-                        tiling, Choice("all"), (template,), np.zeros(1, np.int64), np.array(launch), bundles, "dealt"
-                    )
+                    order = Order.of_one(tiling, Choice("all"), template, [[(kv,) for kv in launch]])
+                    yield build(order, Queue(np.array(launch), bundles, "dealt"))
 
 
 @pytest.mark.parametrize("state", [[[1, 1], [1, 1]], [[1, 1], [0, 1], [1, 1]], [[1, 1, 1], [0, 1, 1]]])
@@ -81,11 +80,10 @@ def every_schedule(tiling: Tiling) -> Iterator[Schedule]:
 def test_no_order_at_all_is_better(state: list[list[int]], cost: tuple[int, int]) -> None:
     tiling = grid(state, Problem(1, 1, 1, len(state[0]), len(state)), TileShape(1, 1))
     best = float("inf")
-    for candidate in every_schedule(tiling):
-        program = build(candidate)
-        outcome = replay(program, place(program, 2), Paper(*cost).costs())
+    for program in every_program(tiling):
+        outcome = play(program, program.bundles, Paper(*cost).costs())
         if outcome.status == FINISHED:
-            best = min(best, outcome.totals[:, 0].max())
+            best = min(best, outcome.makespan)
     assert check(tiling, 2, *cost).makespan == best
 
 
@@ -109,8 +107,8 @@ def test_symmetric_shift_is_optimal(n: int, cost: tuple[int, int]) -> None:
 def test_solver_beats_every_policy_where_there_is_room() -> None:
     """Chains of 5, of 4 and 1, and of 3 and 2 tasks fill three workers; no policy does that without waiting."""
     tiling = square(5, CAUSAL)
-    found = check(tiling, 3, 4, 1)
-    assert found.optimal and found.makespan == 25
+    result = check(tiling, 3, 4, 1)
+    assert result.optimal and result.makespan == 25
     assert min(makespan(tiling, policy, 3, Paper(4, 1)) for policy in applicable(tiling)) > 25
 
 
@@ -130,8 +128,10 @@ def test_chains_without_tasks_are_placed_too() -> None:
 
 def test_progress_is_told() -> None:
     told: list[tuple[float, float]] = []
-    found = exact(square(5, CAUSAL), 3, 4, 1, seconds=SECONDS, progress=lambda best, bound: told.append((best, bound)))
-    assert told and all(best >= found.makespan and bound <= found.makespan for best, bound in told)
+    result = solve(
+        square(5, CAUSAL), 3, Paper(4, 1), seconds=SECONDS, progress=lambda best, bound: told.append((best, bound))
+    )
+    assert told and all(best >= result.makespan and bound <= result.makespan for best, bound in told)
 
 
 def test_two_heads_of_an_odd_number_of_chains_are_no_puzzle_for_level() -> None:
@@ -139,7 +139,7 @@ def test_two_heads_of_an_odd_number_of_chains_are_no_puzzle_for_level() -> None:
 
 
 def test_an_interrupt_is_pythons_again() -> None:
-    exact(square(5, CAUSAL), 3, 4, 1, seconds=SECONDS)
+    solve(square(5, CAUSAL), 3, Paper(4, 1), seconds=SECONDS)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
         time.sleep(1)
@@ -147,26 +147,28 @@ def test_an_interrupt_is_pythons_again() -> None:
 
 def test_out_of_time_keeps_what_a_policy_gave() -> None:
     tiling = square(12, CAUSAL, 3)
-    found = exact(tiling, 8, 3, 2, seconds=1e-3)
-    assert not found.optimal and found.bound < found.makespan
-    assert simulate(build(found.schedule), 8, Paper(3, 2)).makespan == found.makespan
+    result = solve(tiling, 8, Paper(3, 2), seconds=1e-3)
+    assert not result.optimal and result.bound < result.makespan
+    widths = {name: ":8" if POLICIES[name].windowed else "" for name in applicable(tiling)}
+    best = min(makespan(tiling, name + width, 8, Paper(3, 2)) for name, width in widths.items())
+    assert result.makespan <= best
 
 
 def test_errors_say_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_TASKS} tasks, this problem has 441"):
-        exact(square(21, FULL), 4, 4, 1)
+        solve(square(21, FULL), 4, Paper(4, 1))
     with pytest.raises(ValueError, match=r"whole units: scale compute 1 and reduce 0\.25"):
-        exact(square(2, FULL), 2, 1, 0.25)  # type: ignore[arg-type]
+        solve(square(2, FULL), 2, Paper(1, 0.25))
     with pytest.raises(ValueError, match="whole units"):
-        exact(square(2, FULL), 2, 0, 0)
+        solve(square(2, FULL), 2, Paper(0, 0))
     with pytest.raises(ValueError, match="workers must be at least 1"):
-        exact(square(2, FULL), 0, 1, 1)
+        solve(square(2, FULL), 0, Paper(1, 1))
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(ImportError, match=r"dash-attn\[search\]"):
-        exact(square(2, FULL), 2, 1, 1)
+        solve(square(2, FULL), 2, Paper(1, 1))
 
 
 def test_templates_may_differ_between_groups() -> None:
-    found = exact(square(3, CAUSAL, 2), 3, 4, 1, seconds=SECONDS)
-    assert len(found.schedule.templates) == 2 and found.schedule.place == "dealt"
-    assert np.array_equal(np.sort(found.schedule.launch), np.arange(6))
+    program = solve(square(3, CAUSAL, 2), 3, Paper(4, 1), seconds=SECONDS).program
+    assert (program.policy, program.place) == ("exact", "dealt")
+    assert len(set(program.chains[:, Chain.FIRST_RUN].tolist())) == 6, "no two chains share their runs"

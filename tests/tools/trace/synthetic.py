@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dash_attn.backends.sm90.config import HEAD, STAMPS
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, build
+from dash_attn.program import Program
 from dash_attn.simulate import Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.trace.measured import Rows
@@ -19,7 +19,7 @@ ORIGIN = 7_000_000_000_000_000_000 // 4
 
 def program_of(mask: str = "causal", policy: str = "auto", length: int = 1024) -> Program:
     problem = Problem(2, 4, 4, length, length, mask=CAUSAL if mask == "causal" else FULL)
-    return build(schedule(tile(problem, TileShape(64, 128)), policy))
+    return compose(tile(problem, TileShape(64, 128)), policy)
 
 
 def synthetic(program: Program, workers: int, model: Machine, *, split: bool = False, seed: int = 0) -> Trace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from importlib.resources import files as files_of
 from pathlib import Path
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn.order import choose, schedule
-from dash_attn.program import build
+from dash_attn.launch import compose
+from dash_attn.order import choose
+from dash_attn.problem import Mask, Problem, documents, window
 from dash_attn.simulate import Machine, simulate
+from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.ours import USUAL
 from dash_attn.tools.trace.calibrate import (
     BEGIN,
@@ -36,13 +39,15 @@ POLICIES = {"full": ("shift:64", "fa3"), "causal": ("symmetric_shift:64", "spt",
 
 
 def made_up(truth: Call, dim: int) -> list[Sample]:
-    found = []
+    samples = []
     for mask, policies in POLICIES.items():
         for length in (512, 2048):
             cell = Cell.parse(f"d{dim} {mask} {length}")
             assert cell is not None
-            found += [Sample(cell, policy, float(truth.predict([Sample(cell, policy, 1.0)])[0])) for policy in policies]
-    return found
+            samples += [
+                Sample(cell, policy, float(truth.predict([Sample(cell, policy, 1.0)])[0])) for policy in policies
+            ]
+    return samples
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -51,10 +56,10 @@ def test_a_fit_finds_what_made_the_times(dim: int) -> None:
     machine = replace(begin.machine, compute=begin.machine.compute * 1.2, reduce=begin.machine.reduce * 0.8)
     truth = Call(machine, begin.start * 1.3, begin.finish)
     samples = made_up(truth, dim)
-    found = fit(samples, begin)
-    errors = found.predict(samples) / np.array([s.us for s in samples]) - 1
+    fitted = fit(samples, begin)
+    errors = fitted.predict(samples) / np.array([s.us for s in samples]) - 1
     assert np.abs(errors).max() < 0.02
-    assert found.machine.compute == pytest.approx(truth.machine.compute, rel=0.05)
+    assert fitted.machine.compute == pytest.approx(truth.machine.compute, rel=0.05)
 
 
 def test_result_files(tmp_path: Path) -> None:
@@ -93,14 +98,27 @@ def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
     assert sample.us == pytest.approx(123.0) and sample.main_only and sample.cell.name == "d128 causal 1024 2x4"
     report = calibrate([sample])
     assert report.part(True).predicted == 1 and not report.part(False).cells and set(report.to_json()) == {"128"}
-    assert Machine(**report.to_json()["128"]["machine"]) is not None
+    assert Machine(**report.to_json()["128"]["machine"]).compute == round(report.calls[128].machine.compute, 3)
+
+
+@pytest.mark.parametrize("mask", [window(300, 0), documents([0, 500, 1024], causal=True)], ids=str)
+def test_a_trace_of_another_mask_is_refused(mask: Mask, tmp_path: Path) -> None:
+    """It is not taken for a trace of the full mask."""
+    problem = Problem(1, 4, 4, 1024, 1024, mask=mask)
+    trace = synthetic(compose(tile(problem, TileShape(64, 128))), 12, Machine())
+    sizes = {name: getattr(problem, name) for name in ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim")}
+    save_trace(replace(trace, facts={"problem": sizes, "us": {"main": 123.0}}), tmp_path / "events.npz")
+    with pytest.raises(ValueError, match=rf"events\.npz is a trace of the mask {re.escape(str(mask))}"):
+        read_samples([tmp_path / "events.npz"])
+    with pytest.raises(ValueError, match="calibration takes the masks full and causal"):
+        Cell("another", problem)
 
 
 def test_results_may_say_what_the_main_kernel_takes(tmp_path: Path) -> None:
     row = {"cell": "d128 full 512", "us": {"fa3": {"median": 500}}, "main_share": {"fa3": 0.8, "fa4": 0.5}}
     (tmp_path / "results.json").write_text(json.dumps({"rows": [row]}))
-    found = {(s.policy, s.main_only): s.us for s in read_samples([tmp_path / "results.json"])}
-    assert found == pytest.approx({("fa3", False): 500, ("fa3", True): 400})
+    times = {(s.policy, s.main_only): s.us for s in read_samples([tmp_path / "results.json"])}
+    assert times == pytest.approx({("fa3", False): 500, ("fa3", True): 400})
 
 
 def test_a_trace_of_the_grid_runs_at_the_clock_of_the_grid(tmp_path: Path) -> None:
@@ -108,12 +126,12 @@ def test_a_trace_of_the_grid_runs_at_the_clock_of_the_grid(tmp_path: Path) -> No
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows}))
     cell = Cell.parse("d128 causal 512")
     assert cell is not None
-    program = build(schedule(cell.tiling(), "symmetric_shift:64"))
+    program = compose(cell.tiling(), "symmetric_shift:64")
     sizes = {name: getattr(cell.problem, name) for name in ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim")}
     facts = {"problem": sizes, "us": {"call": 150.0, "main": 100.0}}
     save_trace(replace(synthetic(program, 132, Machine()), facts=facts), tmp_path / "events.npz")
-    found = {s.main_only: s.us for s in read_samples([tmp_path / "results.json", tmp_path / "events.npz"])}
-    assert found == pytest.approx({False: 300.0, True: 200.0})
+    times = {s.main_only: s.us for s in read_samples([tmp_path / "results.json", tmp_path / "events.npz"])}
+    assert times == pytest.approx({False: 300.0, True: 200.0})
 
 
 def test_what_counts_as_ranked() -> None:
@@ -143,7 +161,7 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
     machine = Machine.h200(dim, cell.config.last_finishes)
 
     def makespan(policy: str) -> float:
-        return simulate(build(schedule(cell.tiling(), policy)), WORKERS, machine, record=False).makespan
+        return simulate(compose(cell.tiling(), policy), WORKERS, machine, record=False).makespan
 
     taken = makespan(str(choose(cell.tiling())))
     best = min(USUAL[mask], key=makespan)
@@ -152,25 +170,25 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
 
 def test_the_fit_that_ships_beside_the_measurements() -> None:
     """What docs/trace.md says of it, by the files that it names."""
-    files = [RESULTS / "grid_h200_2026-11-15.json", *sorted((RESULTS / "again").glob("*.json"))]
+    grid, close, ours = (RESULTS / f"{suite}_h200.json" for suite in ("grid", "grid_close", "grid_ours"))
     fitted = json.loads(files_of("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
     calls = {int(dim): Call(Machine(**each["machine"]), each["start"], each["finish"]) for dim, each in fitted.items()}
-    found = hold(calls, read_samples([*files, *sorted(RESULTS.glob("trace_h200_2026-11-15_d*.npz"))]))
-    main, whole = found.part(True), found.part(False)
+    report = hold(calls, read_samples([grid, close, ours, *sorted(RESULTS.glob("trace_*.npz"))]))
+    main, whole = report.part(True), report.part(False)
     assert len(main.cells) == len(whole.cells) == 24
     for part in (main, whole):
         assert max(abs(cell.auto_error or 1.0) for cell in part.cells) < 0.05
         assert part.predicted >= 23 and part.ranked == 24 and part.strictly_ranked >= 20
     assert max(cell.auto_loss or 0.0 for cell in whole.cells) < 0.02
-    alone = hold(calls, read_samples(path for path in files if path.name.startswith(("close", "pair")))).part(False)
+    alone = hold(calls, read_samples([close])).part(False)
     assert len(alone.cells) == 24 and max(cell.auto_loss or 0.0 for cell in alone.cells) < 0.012
 
 
 @pytest.mark.parametrize("policy", ["auto", "fa3"])
 def test_medians_of_a_trace_are_the_machine(policy: str) -> None:
     model = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
-    found = fit_trace(measured(synthetic(program_of("causal", policy), 12, model)))
+    fitted = fit_trace(measured(synthetic(program_of("causal", policy), 12, model)))
     want = replace(model, prologue=model.prologue + model.epilogue - HAND_OVER, epilogue=HAND_OVER, store=0.2)
-    for name, value in asdict(found).items():
+    for name, value in asdict(fitted).items():
         if policy != "auto" or name != "handoff":  # where nothing waits, no hand-over shows
             assert value == pytest.approx(getattr(want, name), abs=0.01), name

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dash_attn.order import schedule
+from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import build
 from dash_attn.simulate import Model, Paper, Simulation, simulate
 from dash_attn.tiling import TileShape, tile
 
@@ -23,7 +22,7 @@ def simulated() -> Simulate:
         policy: str, n: int = 4, heads: int = 2, workers: int | None = None, model: Model | None = None
     ) -> Simulation:
         mask = FULL if policy == "shift" else CAUSAL
-        order = build(schedule(tile(Problem(1, heads, heads, 2 * n, 2 * n, mask=mask), TileShape(2, 2)), policy))
+        order = compose(tile(Problem(1, heads, heads, 2 * n, 2 * n, mask=mask), TileShape(2, 2)), policy)
         return simulate(order, workers or n, model or Paper(1.0, 0.35))
 
     return run

@@ -61,13 +61,14 @@ def test_every_suite_has_a_picture(suite: str, dark: bool, tmp_path: Path) -> No
     assert (picture[0, 0, :3].mean() < 0.3) == dark
 
 
-def test_committed_results_of_one_suite_share_a_picture(tmp_path: Path) -> None:
-    paths = plot(sorted((RESULTS / "before").glob("backward_h200_2026-11-15_d*.json")), tmp_path, kind="svg")
-    assert [path.name for path in paths] == ["grid.svg"]
+def test_the_committed_grid_has_a_picture(tmp_path: Path) -> None:
+    paths = plot([RESULTS / "grid_h200.json", RESULTS / "audit_h200.json"], tmp_path, kind="svg")
+    assert [path.name for path in paths] == ["grid.svg", "price.svg"]
     text = paths[0].read_text()
     assert text.count("<svg") == 1 and "NVIDIA H200, 2026-11-15" in text
-    figure = throughput(read(RESULTS / "before/backward_h200_2026-11-15_d128.json"), LIGHT)
-    assert [ax.get_title(loc="left") for ax in figure.axes] == ["head dim 128, causal mask", "head dim 128, full mask"]
+    figure = throughput(read(RESULTS / "grid_h200.json"), LIGHT)
+    titles = [f"head dim {dim}, {mask} mask" for dim in (64, 128) for mask in ("causal", "full")]
+    assert [ax.get_title(loc="left") for ax in figure.axes] == titles
     labels = {line.get_label() for line in figure.axes[0].lines}
     assert {"ours", "any", "fa4", "fa4 det"} <= labels
     assert DARK.ground != LIGHT.ground
@@ -113,7 +114,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
 
 
 def test_traces_are_charts_of_some_sms(tmp_path: Path) -> None:
-    file, trace = tmp_path / "r.json", RESULTS / "trace_h200_2026-11-15_d64.npz"
+    file, trace = tmp_path / "r.json", RESULTS / "trace_d64_h200.npz"
     file.write_text(json.dumps(result("grid")))
     text = evidence([file, trace], tmp_path / "page.html").read_text()
     assert "<h2>What the SMs did: head dim 64</h2>" in text and "(part of slots)" in text

@@ -1,1 +1,1 @@
-"""The kernels themselves, in CuTe DSL. Nothing outside this folder imports cutlass when it is loaded."""
+"""The kernels, in CuTe DSL. No file outside this folder imports cutlass at import time."""

@@ -1,4 +1,4 @@
-"""The types that cross kernel and role boundaries."""
+"""The types that the kernel hands to its roles: tensors, shared memory, barriers and scalars."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,57 +8,58 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..barriers import mbarrier_count, mbarrier_offsets, mbarrier_specs
-from ..config import CONSUMER_WARPGROUPS, RING, KernelConfig
-from ..smem_plan import ENTRY_WORDS, INFO_WORDS
+from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
+from ..config import KernelConfig
+from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
+from ..smem_plan import Info, TaskEntry
 from .ptx import phase_done
 
 
 class Tables(NamedTuple):
-    """The Program on the device: int32, read-only."""
+    """The placed Program on the device: int32, read-only. W workers, C chains, R runs, n_q q tiles."""
 
-    chains: Any  # [C, 5]
-    runs: Any  # [R, 8]
-    worker_first: Any  # [W + 1]
-    worker_chains: Any  # [C]
-    contributors: Any  # [n_q]
+    chains: Any  # [C, len(Chain)], columns of program.Chain
+    runs: Any  # [R, 8], columns of program.Run and one of zeros
+    worker_first: Any  # [W + 1], where each worker's chains begin in worker_chains
+    worker_chains: Any  # [C], row numbers of chains
+    contributors: Any  # [n_q], contributions to each dQ tile
 
 
 class Debug(NamedTuple):
-    """What the debug build writes."""
+    """The memory that the debug build writes to."""
 
     contributions: Any  # (planes, n_q, turns, sum(cfg.sum_parts))
-    reports: Any  # Int64 address of host memory: (workers, writers, len(REPORT)) int32
+    reports: Any  # Int64 address of host memory: (workers, WRITERS, len(REPORT)) int32
 
 
 class Streams(NamedTuple):
-    """TMA descriptors with their coordinate tensors, and the fp32 streams."""
+    """Tensors in global memory: those that TMA moves, each with its descriptor, and the others."""
 
-    q: Any  # (atom, tensor (S, D, H, B))
+    q: Any  # (descriptor, tensor (seqlen, dim, heads, batch))
     do: Any
     k: Any
     v: Any
     dk: Any
     dv: Any
     dq: Any
-    lse: Any  # (planes, padded rows), times log2 e
+    lse: Any  # (planes, padded rows), in base 2
     delta: Any
-    dq_sum: Any  # (planes, n_q, sum(cfg.sum_parts)): one warpgroup's part behind the other's
+    dq_sum: Any  # (planes, n_q, sum(cfg.sum_parts)): the part of warpgroup 0, then the part of warpgroup 1
     counters: Any  # (planes, n_q, *cfg.counters)
-    row_lo: Any  # (Sq,) first key of a query row
-    row_hi: Any  # (Sq,) one past its last key
+    row_lo: Any  # (Sq,) first key that a query sees
+    row_hi: Any  # (Sq,) one past the last key that it sees
     debug: Any = ()  # Debug, in a debug build
-    events: Any = ()  # (workers, entries + 1, STAMPS) int64, in a tracing build
+    events: Any = ()  # (workers, 1 + entries, len(STAMPS)) int64, in a tracing build
 
 
 class Facts(NamedTuple):
-    """Run-time scalars."""
+    """Scalars of one launch."""
 
-    scale: Float32
-    scale_log2: Float32
+    scale: Float32  # of the softmax
+    scale_log2: Float32  # scale * log2(e)
     seqlen_q: Int32
     seqlen_k: Int32
-    group: Int32  # q heads per kv head
+    group: Int32  # q heads of a kv head
     heads_q: Int32
 
 
@@ -68,25 +69,24 @@ def element(cfg: KernelConfig):
 
 @dataclass(frozen=True)
 class Layouts:
-    """Swizzled shared-memory layouts. All tiles are K-major with 128-byte rows; transposed views reuse them."""
+    """Swizzled layouts in shared memory. Tiles are K-major with 128-byte rows. Transposed views use them too."""
 
     q: Any
     kv: Any
     ds: Any
-    grad: Any  # (64, D, pieces): one warpgroup's rows of dV in a dQ half-slot
-    dk: Any  # (64, D, 2)
-    dq_out: Any  # (64, 64, pieces): one warpgroup's part of finished dQ in a half-slot
+    grad: Any  # (64, dim, pieces): dV rows of one warpgroup, in a half of a dQ slot
+    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the dS buffers
+    dq_out: Any  # (64, 64, pieces): finished dQ of one warpgroup, in a half of a dQ slot
 
     @staticmethod
     def of(cfg: KernelConfig) -> "Layouts":
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, element(cfg))
-        halves = cfg.dq_slots * CONSUMER_WARPGROUPS
-        grad_pieces = halves * pieces_per_half(cfg, 64 * cfg.dim)
-        out_pieces = halves * pieces_per_half(cfg, 64 * 64)
+        grad_pieces = HALF_SLOTS * pieces_per_half(cfg, 64 * cfg.dim)
+        out_pieces = HALF_SLOTS * pieces_per_half(cfg, 64 * 64)
         return Layouts(
-            q=cute.tile_to_shape(atom, (cfg.tile_m, cfg.dim, cfg.stages), order=(0, 1, 2)),
-            kv=cute.tile_to_shape(atom, (cfg.tile_n, cfg.dim), order=(0, 1)),
-            ds=cute.tile_to_shape(atom, (cfg.tile_m, cfg.tile_n, cfg.ds_stages), order=(0, 1, 2)),
+            q=cute.tile_to_shape(atom, (cfg.tile_m, cfg.dim, STAGES), order=(0, 1, 2)),
+            kv=cute.tile_to_shape(atom, (TILE_N, cfg.dim), order=(0, 1)),
+            ds=cute.tile_to_shape(atom, (cfg.tile_m, TILE_N, STAGES), order=(0, 1, 2)),
             grad=cute.tile_to_shape(atom, (64, cfg.dim, grad_pieces), order=(0, 1, 2)),
             dk=cute.tile_to_shape(atom, (64, cfg.dim, CONSUMER_WARPGROUPS), order=(0, 1, 2)),
             dq_out=cute.tile_to_shape(atom, (64, 64, out_pieces), order=(0, 1, 2)),
@@ -94,38 +94,36 @@ class Layouts:
 
 
 def pieces_per_half(cfg: KernelConfig, elements: int) -> int:
-    """How many 16-bit pieces of that size a half-slot of fp32 dQ holds."""
+    """Tiles of `elements` 16-bit values that fit into the fp32 values of half a dQ slot."""
     return cfg.half_floats * 2 // elements
 
 
 def smem_struct(cfg: KernelConfig):
-    """The struct behind `smem_plan.plan`; a test keeps the two equal."""
+    """The buffers of `smem_plan.plan` as a struct of the kernel language. A test compares their sizes."""
     t = element(cfg)
-    m, n, d = cfg.tile_m, cfg.tile_n, cfg.dim
+    m, n, d = cfg.tile_m, TILE_N, cfg.dim
     mem, align = cute.struct.MemRange, cute.struct.Align
-    barriers, words = mbarrier_count(cfg), RING * ENTRY_WORDS
-    sums = cfg.half_floats * CONSUMER_WARPGROUPS * cfg.dq_slots
 
     @cute.struct
     class Shared:
-        mbars: mem[cutlass.Int64, barriers]
-        ring: align[mem[Int32, words], 16]
-        info: align[mem[Int32, INFO_WORDS * 2], 16]
-        lse: align[mem[Float32, m * cfg.stages], 128]
-        delta: align[mem[Float32, m * cfg.stages], 128]
-        q: align[mem[t, m * d * cfg.stages], 1024]
-        do: align[mem[t, m * d * cfg.stages], 1024]
+        mbars: mem[cutlass.Int64, MBARRIER_COUNT]
+        ring: align[mem[Int32, len(TaskEntry) * RING], 16]
+        info: align[mem[Int32, len(Info) * CHAINS_IN_FLIGHT], 16]
+        lse: align[mem[Float32, m * STAGES], 128]
+        delta: align[mem[Float32, m * STAGES], 128]
+        q: align[mem[t, m * d * STAGES], 1024]
+        do: align[mem[t, m * d * STAGES], 1024]
         k: align[mem[t, n * d], 1024]
         v: align[mem[t, n * d], 1024]
-        ds: align[mem[t, m * n * cfg.ds_stages], 1024]
-        dq: align[mem[Float32, sums], 1024]
+        ds: align[mem[t, m * n * STAGES], 1024]
+        dq: align[mem[Float32, cfg.half_floats * HALF_SLOTS], 1024]
 
     return Shared
 
 
 @dataclass(frozen=True)
 class Views:
-    """Shared-memory tensors of one CTA."""
+    """The shared memory of one CTA as tensors."""
 
     q: Any
     do: Any
@@ -134,12 +132,12 @@ class Views:
     ds: Any
     grad: Any
     dq_out: Any
-    dq: Any  # (half_floats, 2 * slots) fp32, half-slot = slot * 2 + warpgroup
-    lse: Any  # (M, stages)
+    dq: Any  # (half_floats, HALF_SLOTS) fp32; half number = 2 * slot + warpgroup
+    lse: Any  # (tile_m, STAGES)
     delta: Any
-    ring: Any  # (ENTRY_WORDS, RING)
-    info: Any  # (INFO_WORDS, 2): the chain running and the one after
-    dk: Any  # (64, D, 2): dK rows of each warpgroup, over dS
+    ring: Any  # (words of an entry, RING)
+    info: Any  # (words of Info, CHAINS_IN_FLIGHT); column = parity of the chain
+    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the memory of dS
 
     @staticmethod
     def of(cfg: KernelConfig, lay: Layouts, mem) -> "Views":
@@ -148,8 +146,7 @@ class Views:
         def swizzled(field, layout):
             return field.get_tensor(layout.outer, swizzle=layout.inner, dtype=t)
 
-        halves = cfg.dq_slots * CONSUMER_WARPGROUPS
-        stats = cute.make_layout((cfg.tile_m, cfg.stages))
+        stats = cute.make_layout((cfg.tile_m, STAGES))
         return Views(
             q=swizzled(mem.q, lay.q),
             do=swizzled(mem.do, lay.q),
@@ -158,28 +155,27 @@ class Views:
             ds=swizzled(mem.ds, lay.ds),
             grad=swizzled(mem.dq, lay.grad),
             dq_out=swizzled(mem.dq, lay.dq_out),
-            dq=mem.dq.get_tensor(cute.make_layout((cfg.half_floats, halves))),
+            dq=mem.dq.get_tensor(cute.make_layout((cfg.half_floats, HALF_SLOTS))),
             lse=mem.lse.get_tensor(stats),
             delta=mem.delta.get_tensor(stats),
-            ring=mem.ring.get_tensor(cute.make_layout((ENTRY_WORDS, RING))),
-            info=mem.info.get_tensor(cute.make_layout((INFO_WORDS, 2))),
+            ring=mem.ring.get_tensor(cute.make_layout((len(TaskEntry), RING))),
+            info=mem.info.get_tensor(cute.make_layout((len(Info), CHAINS_IN_FLIGHT))),
             dk=swizzled(mem.ds, lay.dk),
         )
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers by name; roles never see a count or an address."""
+    """mbarriers by name. Roles never see an address or an arrival count."""
 
-    cfg: KernelConfig
-    base: Any
+    base: Any  # address of the first barrier
 
     def at(self, name: str, index=0):
-        return self.base + (mbarrier_offsets(self.cfg)[name] + index)
+        return self.base + (MBARRIER_OFFSETS[name] + index)
 
     def init(self):
         """Called by one thread."""
-        for spec in mbarrier_specs(self.cfg):
+        for spec in MBARRIERS:
             for i in range(spec.count):
                 cute.arch.mbarrier_init(self.at(spec.name, i), spec.arrivals)
 
@@ -187,7 +183,7 @@ class Barriers:
         cute.arch.mbarrier_wait(self.at(name, index), phase)
 
     def is_done(self, name: str, index, phase):
-        """As `wait`, but does not: 1 or 0."""
+        """1 if `wait` would return at once, else 0."""
         return phase_done(self.at(name, index), phase)
 
     def arrive(self, name: str, index=0):
@@ -199,7 +195,7 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Cta:
-    """What every role is given."""
+    """Everything that a role works with."""
 
     cfg: KernelConfig
     views: Views

@@ -1,7 +1,9 @@
-"""Compiling a KernelConfig with tensors of unknown sizes."""
+"""Compiles the kernels of a KernelConfig for tensors of any size."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
+
+from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
 from .bundles import element
@@ -19,13 +21,13 @@ def heads_tensor(cfg: KernelConfig, batch, rows, heads):
 
 
 def rows_of(dtype, shape, align: int = 16):
-    """Tensor with contiguous last mode; 64-bit strides, because sums of long sequences pass 2^31 elements."""
+    """A tensor with a contiguous last mode. Strides have 64 bits: the sums of long sequences pass 2^31 elements."""
     strides = (*tuple(cute.sym_int64(divisibility=max(1, align // 4)) for _ in shape[:-1]), 1)
     return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
 
 def stats_of(cfg: KernelConfig, planes, n_q, padded):
-    """As launch.Workspace has them."""
+    """The tensors of launch.Workspace."""
     return (
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),
@@ -59,7 +61,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
         stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
     tables = (
-        rows_of(Int32, (chains, 5), 4),
+        rows_of(Int32, (chains, len(Chain)), 4),
         rows_of(Int32, (runs, 8), 4),
         rows_of(Int32, (first,), 4),
         rows_of(Int32, (chains,), 4),

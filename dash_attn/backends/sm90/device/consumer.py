@@ -1,7 +1,6 @@
-"""A consumer warpgroup: the five products of every task, dK and dV of the chain in registers.
+"""A consumer warpgroup: computes the five products of every task, and holds dK and dV of its chain in registers.
 
-It knows nothing of the schedule: how many tasks a chain has, which tile a stage holds and how it is masked
-arrive through shared memory.
+Consumers read no table. Shared memory tells them which tile a stage holds, how it is masked and when a chain ends.
 """
 
 from dataclasses import dataclass
@@ -12,13 +11,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..barriers import NamedBarrier
-from ..config import WARPGROUP
+from ..cta import CONSUMER_THREADS, WARPGROUP
+from ..smem_plan import Info, TaskEntry
 from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
 from .pointwise import ColumnPairs, exponentiate, mask_probabilities, score_gradient
 from .ptx import fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
-from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, flags_of, my_chains, ring_slot
+from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, entry_word, half_slot, info_word, my_chains, stage_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Consumer:
             dv.fill(0.0)
             kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
             done, arrived = Int32(0), Int32(0)
-            if cta.views.info[0, i & 1] == 0:
+            if info_word(cta, i & 1, Info.NUM_RUNS) == 0:
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("v_empty", 0)
                 self.leave("k_empty", 0)
@@ -59,14 +59,14 @@ class Consumer:
         dk, dv, kept = held
         task, entry = numbers
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        stage, phase = task & 1, (task >> 1) & 1
+        stage, phase = stage_of(task)
 
         # (1) S^T and dP^T
         if arrived == 0:
             cta.bars.wait("q_full", stage, phase)
         if const_expr(cfg.trace):
             consumer_stamp(cta, entry, "begun")
-        flags = flags_of(cta, entry)
+        flags = entry_word(cta, entry, TaskEntry.FLAGS)
         s = gemms.score_acc()
         gemms.issue_s(s, stage, kept)
         lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.lse_ahead)
@@ -78,15 +78,16 @@ class Consumer:
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
-        # With p_early, what can be is loaded, rounded and waited for under the product. Of 120 such orders that were
-        # timed this is the best, 2-4 % faster than the compiler's; most are slower (docs/measured_facts.md).
+        # With p_early, delta is loaded, P is rounded and the dS buffers are waited for while the product runs. This is
+        # the fastest of 120 orders that were timed, by 2-4 % (docs/experiments.md).
         if const_expr(cfg.p_early):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         exponentiate(s, lse, cta.facts.scale_log2)
         p16 = cute.make_rmem_tensor_like(s, element(cfg))
         gemms.round_now(s, p16, cfg.p_early)
         if (flags & PARTIAL) != 0:
-            mask_probabilities(cta, s, (cta.views.ring[1, ring_slot(entry)], cta.views.info[1, odd]), thread)
+            tile = entry_word(cta, entry, TaskEntry.Q_TILE), info_word(cta, odd, Info.KV_TILE)
+            mask_probabilities(cta, s, tile, thread)
             gemms.round_now(s, p16, cfg.p_early)
         gemms.round_rest(s, p16, cfg.p_early)
         if const_expr(cfg.p_early):
@@ -103,10 +104,10 @@ class Consumer:
         if const_expr(not cfg.p_early):
             self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
-        # (4) dV; issued before dS is computed it was 8 % slower in all
+        # (4) dV. Issued before dS is computed, it makes the kernel 8 % slower.
         gemms.issue_dv(dv, p16, stage)
-        # (5) dQ needs the dS rows of both warpgroups. With two buffers one barrier is enough: whoever passes it
-        # has waited for its dQ of the task before, so the other buffer is free.
+        # (5) dQ needs the dS rows of both warpgroups. Two buffers need only this one barrier: a warpgroup that
+        # arrives here has completed dQ of the task before, so the other buffer is free.
         cute.arch.fence_view_async_shared()
         self.leave("ds_full", stage)
         cta.bars.wait("ds_full", stage, phase)
@@ -119,9 +120,9 @@ class Consumer:
         warpgroup.wait_group(1)
         if (flags & ENDS) != 0:
             self.leave("k_empty", 0)
-        # (7) dQ to its slot, while dK is computed. Has the next Q arrived? Asked here, the answer costs no time.
+        # (7) dQ to its slot, while dK is computed. A test for the next Q costs no time here.
         if const_expr(cfg.peek):
-            arrived = cta.bars.is_done("q_full", (task + 1) & 1, ((task + 1) >> 1) & 1)
+            arrived = cta.bars.is_done("q_full", *stage_of(task + 1))
         self.stage_dq(gemms, dq, entry, flags)
         warpgroup.wait_group(0)
         if const_expr(cfg.trace):
@@ -132,31 +133,28 @@ class Consumer:
     @cute.jit
     def await_ds_buffers(self, flags, odd):
         if (flags & BEGINS) != 0:
-            self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the last chain's dK has left them
+            self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the dK of the chain before lies in the buffers until then
 
     def sync_consumers(self):
-        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=self.cta.cfg.consumer_threads)
+        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
 
     @cute.jit
     def leave(self, name: cutlass.Constexpr, index):
-        """One arrival per warp: this warp no longer reads the buffer."""
+        """The warp arrives once: it is done with its part of a buffer."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             self.cta.bars.arrive(name, index)
 
     def half_slot(self, entry):
         thread = cute.arch.thread_idx()[0] - WARPGROUP
-        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        if self.cta.cfg.dq_slots == 1:
-            return wg, entry & 1
-        return (entry & 1) * 2 + wg, (entry >> 1) & 1
+        return half_slot(entry, cute.arch.make_warp_uniform(thread // WARPGROUP))
 
     @cute.jit
     def stage_dq(self, gemms, dq, entry, flags):
         cta, cfg = self.cta, self.cta.cfg
         half, phase = self.half_slot(entry)
         self.await_slot(entry, half, phase)
-        # Fragment order: 16-byte piece j of thread t at float (j * 128 + t) * 4, free of bank conflicts.
+        # Fragment order: 16-byte piece j of thread t lies at float (j * 128 + t) * 4, which has no bank conflicts.
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         slot = cute.make_tensor(
             cta.views.dq[None, half].iterator + thread * 4,
@@ -165,7 +163,7 @@ class Consumer:
         mine = cute.make_tensor(dq.iterator, cute.make_layout(slot.shape))
         if const_expr(cfg.last_finishes):
             if (flags & LAST) != 0:
-                self.finish_dq(gemms, mine, slot, flags)
+                self.finish_dq(mine, slot, flags)
                 self.write_finished(gemms, dq, half)
             else:
                 cute.autovec_copy(mine, slot)
@@ -185,8 +183,8 @@ class Consumer:
             consumer_stamp(cta, entry, "slot")
 
     @cute.jit
-    def finish_dq(self, gemms, mine, slot, flags):
-        """The slot holds what the contributors before have summed: add, as the bulk add would have."""
+    def finish_dq(self, mine, slot, flags):
+        """Adds the partial sum in the slot, in the same order as a bulk add, and scales the result."""
         if (flags & FIRST) == 0:
             part = cute.make_rmem_tensor(4, Float32)
             for j in cutlass.range_constexpr(cute.size(mine.shape[1])):
@@ -201,21 +199,21 @@ class Consumer:
         cfg = self.cta.cfg
         thread = fresh_thread_index() % WARPGROUP
         wg = half % 2
-        # All threads have read their partial sums before the 16-bit tile overwrites them.
-        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP) + wg, number_of_threads=WARPGROUP)
-        out = gemms.as_operand(dq)
+        # All threads must have read their partial sums before the 16-bit tile overwrites them.
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + wg, number_of_threads=WARPGROUP)
+        out = gemms.rounded(dq)
         piece = half * pieces_per_half(cfg, 64 * 64)
         dst = gemms.store_dq.get_slice(thread).partition_D(self.cta.views.dq_out)
         cute.copy(gemms.store_dq, gemms.store_dq.retile(out), dst[None, None, None, piece])
 
     @cute.jit
     def hand_over_dk(self, gemms, dk):
-        """dK into the dS buffers, so that it need not wait for a dQ slot: those drain only as fast as turns come."""
+        """Stages dK in the dS buffers. A dQ slot would be free only after its turn has come."""
         thread = fresh_thread_index() - WARPGROUP
         scaled = cute.make_rmem_tensor_like(dk)
         scaled.store(dk.load() * self.cta.facts.scale)
-        out = gemms.as_operand(scaled)
-        self.sync_consumers()  # both warpgroups have read the last dS
+        out = gemms.rounded(scaled)
+        self.sync_consumers()  # both warpgroups must have read the last dS
         dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
@@ -224,11 +222,11 @@ class Consumer:
 
     @cute.jit
     def hand_over_dv(self, gemms, dv, entry):
-        """One warpgroup's rows of dV into its half-slot; the writer stores them while the next chain runs."""
+        """Stages one warpgroup's rows of dV in its half of a dQ slot. They are stored while the next chain runs."""
         cta, cfg = self.cta, self.cta.cfg
         half, phase = self.half_slot(entry)
         thread = fresh_thread_index() % WARPGROUP
-        out = gemms.as_operand(dv)
+        out = gemms.rounded(dv)
         self.await_slot(entry, half, phase)
         piece = half * pieces_per_half(cfg, 64 * cfg.dim)
         dst = gemms.store_grad.get_slice(thread).partition_D(cta.views.grad)

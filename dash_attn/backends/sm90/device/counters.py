@@ -1,4 +1,4 @@
-"""Turnstile counters. Halves of a q tile that take turns of their own and have one word count in the halves of that."""
+"""Turnstile counters. With split turns and one word a tile, each half of the tile counts in 16 bits of the word."""
 
 import cutlass.cute as cute
 from cutlass import Int32

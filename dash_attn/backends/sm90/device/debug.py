@@ -1,23 +1,25 @@
-"""The debug build's share of the writer warps: waits that end, and contributions that are kept.
+"""What the writer warps do only in the debug build: they keep every contribution, and their waits end.
 
-A writer whose turn has not come in time reports to host memory and traps. The trap ends the grid and the CUDA
-context with it; what reached host memory at system scope before stays readable (see launch.debug_backward).
+A writer whose turn does not come in time writes a report to host memory and traps. The trap ends the grid and destroys
+the CUDA context. The report stays readable, because it is written at system scope (see launch.debug_backward).
 """
 
 import cutlass.cute as cute
 from cutlass import AddressSpace, Int32, Int64
 
 from ..config import PATIENCE_NS, REPORT
+from ..cta import WRITERS
+from ..smem_plan import TaskEntry
 from .bundles import Cta
 from .counters import turns_taken
 from .ptx import bulk_store
-from .tasks import ring_slot
+from .tasks import entry_word
 
 
 @cute.jit
 def await_turn(cta, counter, entry, writer):
-    """As the wait of the turnstile, by one lane."""
-    turn = cta.views.ring[3, ring_slot(entry)]
+    """One lane waits at the turnstile, for PATIENCE_NS at most."""
+    turn = entry_word(cta, entry, TaskEntry.TURN)
     start = cute.arch.globaltimer()
     seen = turn - 1
     while seen != turn:
@@ -28,13 +30,13 @@ def await_turn(cta, counter, entry, writer):
 
 
 def report(cta: Cta, entry, writer, seen):
-    at, worker = ring_slot(entry), cute.arch.block_idx()[0]
-    q_tile, plane, turn = [cta.views.ring[1 + i, at] for i in range(3)]
+    worker = cute.arch.block_idx()[0]
+    q_tile, plane, turn = [entry_word(cta, entry, w) for w in (TaskEntry.Q_TILE, TaskEntry.PLANE, TaskEntry.TURN)]
     words = dict(stuck=1, worker=worker, writer=writer, entry=entry, q_tile=q_tile, plane=plane, wanted=turn, seen=seen)
-    # A row per writer, so that no two write to one.
-    row = Int64(worker * cta.cfg.writers + writer) * (4 * len(REPORT))
+    # Each writer has a row of its own.
+    row = Int64(worker * WRITERS + writer) * (4 * len(REPORT))
     to = cute.make_ptr(Int32, cta.streams.debug.reports + row, AddressSpace.gmem, assumed_align=4)
-    # The mark comes last: another's trap may end this warp at any time.
+    # The word `stuck` is written last, because the trap of another writer may end this warp at any time.
     for i in range(len(REPORT) - 1, -1, -1):
         cute.arch.store(to + i, Int32(words[REPORT[i]]), sem="relaxed" if i else "release", scope="sys")
     cute.arch.fence_acq_rel_sys()
@@ -42,8 +44,7 @@ def report(cta: Cta, entry, writer, seen):
 
 
 def keep(cta: Cta, entry, part, staged):
-    """One warpgroup's part (first float, bytes), as staged, into its place by turn; counted with the add behind it."""
-    at = ring_slot(entry)
-    q_tile, plane, turn = [cta.views.ring[1 + i, at] for i in range(3)]
+    """Stores one warpgroup's part (first float, bytes) in its turn's place. It shares the bulk group of its add."""
+    q_tile, plane, turn = [entry_word(cta, entry, w) for w in (TaskEntry.Q_TILE, TaskEntry.PLANE, TaskEntry.TURN)]
     kept = cta.streams.debug.contributions[plane, q_tile, turn, None]
     bulk_store(kept.iterator + part[0], staged, part[1])

@@ -1,12 +1,14 @@
-"""The writer warps: dQ writers admit each contribution in its turn and store dV; another warp stores dK.
+"""The writer warps: two dQ writers add each contribution in its turn and store dV, one dK writer stores dK.
 
-Writer w serves slot w of the staged tiles: entries w, w + writers, ... With split turns it serves half w of every
-entry instead, and each half of a dQ tile has its own counter.
+dQ writer w serves slot w: entries w, w + WRITERS, and so on. With split turns it serves half w of every entry, and
+each half of a dQ tile has turns of its own.
 
-Why the turnstile is sound. Release: the lane that issued the bulk add waits until it is *complete* (not merely
-read), then adds 1 to the counter with release at gpu scope. Acquire: the next writer's lane loads the counter with
-acquire at gpu scope; its bulk add runs in the async proxy, so a proxy fence orders it after that load.
-Bulk groups belong to the issuing thread, hence lane 0 issues, waits and releases.
+Why the turnstile is sound:
+- Release. The lane that issued a bulk add waits until the add is complete, not only until its source is read. Then the
+  lane adds 1 to the counter, with release at gpu scope.
+- Acquire. The lane of the next writer loads the counter, with acquire at gpu scope. Its own bulk add runs in the async
+  proxy, and a proxy fence orders the add behind the load.
+- Bulk groups belong to the thread that issued them. So lane 0 issues, waits and releases.
 """
 
 from dataclasses import dataclass
@@ -17,12 +19,14 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import STAMPS
+from ..cta import CONSUMER_WARPGROUPS, DQ_SLOTS, WRITERS
+from ..smem_plan import GradEntry, TaskEntry
 from .bundles import Cta, pieces_per_half
 from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
 from .stamps import cycle, note
-from .tasks import END, FIRST, GRAD, LAST, await_entry, my_chains, ring_slot
+from .tasks import END, FIRST, GRAD, LAST, await_entry, entry_word, half_slot, kv_place, my_chains
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,18 @@ class DqWriter:
     @cute.jit
     def run(self, writer):
         cfg = self.cta.cfg
-        stride = 1 if cfg.split else cfg.writers
+        stride = 1 if cfg.split else WRITERS
         entry = Int32(0) if cfg.split else Int32(writer)
         flags = Int32(0)
         if const_expr(not cfg.last_finishes):
-            for slot in range(cfg.dq_slots) if cfg.split else (writer,):
+            for slot in range(DQ_SLOTS) if cfg.split else (writer,):
                 self.free(writer, slot)
         elif const_expr(cfg.split):
             self.offer(writer, entry)
         while (flags & END) == 0:
             if const_expr(cfg.last_finishes):
-                # The entry whose slot has just been left: this one, or with split turns the next.
-                self.offer(writer, entry + (cfg.dq_slots - stride))
+                # This writer has just left a slot. The next entry there is this one, or with split turns the one after.
+                self.offer(writer, entry + (DQ_SLOTS - stride))
             flags = self.flags(entry)
             if (flags & END) == 0:
                 if (flags & GRAD) != 0:
@@ -53,23 +57,17 @@ class DqWriter:
             entry = entry + stride
 
     def halves(self, writer):
-        """(warpgroup, ...) whose parts this writer serves."""
-        return (writer,) if self.cta.cfg.split else (0, 1)
-
-    def half_slot(self, entry, wg):
-        return (entry & 1) * 2 + wg if self.cta.cfg.dq_slots == 2 else wg
-
-    def phase(self, entry):
-        return (entry >> 1) & 1 if self.cta.cfg.dq_slots == 2 else entry & 1
+        """The warpgroups whose halves this writer serves."""
+        return (writer,) if self.cta.cfg.split else range(CONSUMER_WARPGROUPS)
 
     @cute.jit
     def flags(self, entry):
         await_entry(self.cta, entry)
-        return self.cta.views.ring[0, ring_slot(entry)]
+        return entry_word(self.cta, entry, TaskEntry.FLAGS)
 
     @cute.jit
     def offer(self, writer, entry):
-        """Gives the entry's slot to the consumers, unless a partial sum must come into it first."""
+        """Gives the entry's slot to the consumers, unless the slot must receive a partial sum first."""
         if not self.fetches(self.flags(entry)):
             self.free(writer, entry)
 
@@ -77,18 +75,18 @@ class DqWriter:
     def free(self, writer, entry):
         if cute.arch.lane_idx() == 0:
             for wg in self.halves(writer):
-                self.cta.bars.arrive("dq_empty", self.half_slot(entry, wg))
+                self.cta.bars.arrive("dq_empty", half_slot(entry, wg)[0])
 
     def fetches(self, flags):
-        """The last contributor, unless it is also the first, adds to what the others have summed."""
+        """True for the last contributor of a tile, unless it is also the first: it needs the sum of the others."""
         return (flags & (FIRST | LAST)) == LAST
 
     @cute.jit
     def contribute(self, writer, entry, flags):
         cta, cfg = self.cta, self.cta.cfg
         lane = cute.arch.lane_idx()
-        at = ring_slot(entry)
-        q_tile, plane, turn = cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at]
+        q_tile, plane = entry_word(cta, entry, TaskEntry.Q_TILE), entry_word(cta, entry, TaskEntry.PLANE)
+        turn = entry_word(cta, entry, TaskEntry.TURN)
         counter = cta.streams.counters[plane, q_tile, writer if cfg.counters[0] == 2 else 0, None].iterator
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
@@ -117,7 +115,7 @@ class DqWriter:
             if lane == 0:
                 pass_on(cfg, counter, writer)
         if const_expr(cfg.trace):
-            self.stamp(writer, entry, "landed", landed)  # noted behind the release, which would wait for the store
+            self.stamp(writer, entry, "landed", landed)  # after the release, which would wait for this store
         cute.arch.sync_warp()
 
     @cute.jit
@@ -128,19 +126,20 @@ class DqWriter:
 
     @cute.jit
     def fetch_sum(self, writer, entry, where):
-        """The partial sum into the free slot; its arrival is what gives the slot to the consumers."""
+        """Loads the partial sum into the free slot. Its arrival gives the slot to the consumers."""
         cta = self.cta
         if cute.arch.lane_idx() == 0:
             for wg in self.halves(writer):
-                half, (_, nbytes) = self.half_slot(entry, wg), self.part(wg)
+                half, nbytes = half_slot(entry, wg)[0], self.part(wg)[1]
                 cta.bars.expect("dq_empty", half, nbytes)
                 slot, mbar = cta.views.dq[None, half].iterator, cta.bars.at("dq_empty", half)
                 bulk_load(slot, self.sum_of(where, wg), nbytes, mbar)
 
     def part(self, wg):
-        """Of a tile's sum, what one warpgroup has: the first float of it, and bytes."""
-        first, second = self.cta.cfg.sum_parts  # equal, where `wg` is not known before the kernel runs
-        return wg * first, 4 * (first if first == second else (first, second)[wg])
+        """One warpgroup's part of a tile's sum: its first float, and its bytes."""
+        parts = self.cta.cfg.sum_parts
+        # With split turns `wg` is known only when the kernel runs, but then the parts are equal.
+        return wg * parts[0], 4 * (parts[0] if parts[0] == parts[1] else parts[wg])
 
     def sum_of(self, where, wg):
         q_tile, plane = where
@@ -150,14 +149,14 @@ class DqWriter:
     def add_sum(self, writer, entry, where, flags):
         cta = self.cta
         for wg in self.halves(writer):
-            half, nbytes = self.half_slot(entry, wg), self.part(wg)[1]
-            self.await_staged(entry, half)
+            half, nbytes = half_slot(entry, wg)[0], self.part(wg)[1]
+            self.await_staged(entry, wg)
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
                 if const_expr(cta.cfg.debug):
                     keep(cta, entry, self.part(wg), src)
-                    at = ring_slot(entry)  # once more, because the writers' registers do not hold it all
-                    where = cta.views.ring[1, at], cta.views.ring[2, at]
+                    # Read again: the writers have too few registers to hold the words until here.
+                    where = entry_word(cta, entry, TaskEntry.Q_TILE), entry_word(cta, entry, TaskEntry.PLANE)
                 if (flags & FIRST) != 0:
                     bulk_store(self.sum_of(where, wg), src, nbytes)
                 else:
@@ -166,13 +165,16 @@ class DqWriter:
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=not cta.cfg.ordered)
         if const_expr(not cta.cfg.last_finishes):
-            self.free(writer, entry)  # before the turn is passed on, which takes a fence
+            self.free(writer, entry)  # before the turn is passed on, because that waits for a fence
 
     @cute.jit
-    def await_staged(self, entry, half):
-        """The bulk engine reads what the consumers wrote: a proxy fence must come between. Behind the wait it is as
-        sound as before the arrival (it lies on the path from the one to the other), and tensor cores do not idle."""
-        self.cta.bars.wait("dq_full", half, self.phase(entry))
+    def await_staged(self, entry, wg):
+        """Waits until a warpgroup has staged its half.
+
+        The bulk engine reads what the consumers wrote, so a proxy fence must lie between the two. Here the fence costs
+        the writer time; before the consumers' arrival it would cost time of the tensor cores.
+        """
+        self.cta.bars.wait("dq_full", *half_slot(entry, wg))
         cute.arch.fence_view_async_shared()
 
     @cute.jit
@@ -182,13 +184,13 @@ class DqWriter:
         batch = plane // cta.facts.heads_q
         head = plane - batch * cta.facts.heads_q
         atom, tensor = cta.streams.dq
-        g = cute.local_tile(tensor, (64, 64), (None, None, None, None))
+        tiles = cute.local_tile(tensor, (64, 64), (None, None, None, None))
         src, dst = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(cta.views.dq_out, 0, 2), cute.group_modes(g, 0, 2)
+            atom, 0, cute.make_layout(1), cute.group_modes(cta.views.dq_out, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         for wg in self.halves(writer):
-            half = self.half_slot(entry, wg)
-            self.await_staged(entry, half)
+            half = half_slot(entry, wg)[0]
+            self.await_staged(entry, wg)
             tile = (q_tile * 2 + wg, 0) if cfg.dq_split_rows else (q_tile, wg)
             cute.copy(atom, src[None, half * pieces_per_half(cfg, 64 * 64)], dst[None, tile[0], tile[1], head, batch])
             cute.arch.cp_async_bulk_commit_group()
@@ -198,11 +200,10 @@ class DqWriter:
     @cute.jit
     def store_dv(self, writer, entry):
         cta, cfg = self.cta, self.cta.cfg
-        at = ring_slot(entry)
-        place = (cta.views.ring[1, at], cta.views.ring[2, at], cta.views.ring[3, at])
+        place = tuple(entry_word(cta, entry, w) for w in (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH))
         for wg in self.halves(writer):
-            half = self.half_slot(entry, wg)
-            self.await_staged(entry, half)
+            half = half_slot(entry, wg)[0]
+            self.await_staged(entry, wg)
             store_rows(cta, cta.streams.dv, (cta.views.grad, half * pieces_per_half(cfg, 64 * cfg.dim)), place, wg)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -223,9 +224,8 @@ class DkWriter:
         _, chains = my_chains(cta)
         for i in cutlass.range(chains, unroll=1):
             cta.bars.wait("dk_full", 0, i & 1)
-            info = cta.views.info
-            place = (info[1, i & 1], info[2, i & 1], info[3, i & 1])
-            for wg in cutlass.range_constexpr(2):
+            place = kv_place(cta, i & 1)
+            for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
                 store_rows(cta, cta.streams.dk, (cta.views.dk, wg), place, wg)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -235,12 +235,12 @@ class DkWriter:
 
 
 def store_rows(cta: Cta, stream, staged, place, wg):
-    """One warpgroup's 64 rows of a dK or dV tile, from piece `staged[1]` of a shared-memory tensor."""
+    """Stores one warpgroup's 64 rows of a dK or dV tile. `staged` is a tensor in shared memory and a piece of it."""
     atom, tensor = stream
     smem, piece = staged
     kv_tile, kv_head, batch = place
-    g = cute.local_tile(tensor, (64, cta.cfg.dim), (None, 0, None, None))
+    tiles = cute.local_tile(tensor, (64, cta.cfg.dim), (None, 0, None, None))
     src, dst = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(g, 0, 2)
+        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
     )
     cute.copy(atom, src[None, piece], dst[None, kv_tile * 2 + wg, kv_head, batch])

@@ -1,4 +1,4 @@
-"""After the main kernel, where no contributor finishes dQ: fp32 sums in fragment order -> scaled 16-bit dQ."""
+"""The kernel after the main one, if finish is "postpass": scales the fp32 sums of dQ and rounds them to 16 bits."""
 
 import cuda.bindings.driver as cu
 import cutlass
@@ -24,14 +24,17 @@ class Finish:
 
     @cute.kernel
     def kernel(self, dq_sum: cute.Tensor, dq: cute.Tensor, scale: Float32):
-        """One CTA per warpgroup's part of a tile; piece j of thread t: columns 8j + 2 (t % 4) + {0, 1} of two rows."""
+        """One CTA works on one warpgroup's part of a tile.
+
+        Sums lie in fragment order: piece j of thread t has the columns 8j + 2 (t % 4) + {0, 1} of two rows.
+        """
         cfg = self.cfg
         tile, head, z = cute.arch.block_idx()
         batch, half = z // 2, z % 2
         thread = cute.arch.thread_idx()[0]
         plane = batch * dq.shape[2] + head
         row = tile * cfg.tile_m + (thread // 32) * 16 + (thread % 32) // 4
-        first_col = (thread % 4) * 8  # of the eight columns this thread stores, once the lanes have exchanged theirs
+        first_col = (thread % 4) * 8  # of the eight that this thread stores, after the lanes have exchanged columns
         if cutlass.const_expr(cfg.dq_split_rows):
             row = row + half * 64
         else:
@@ -41,7 +44,7 @@ class Finish:
         sums = cute.make_rmem_tensor(pieces.shape, Float32)
         if cutlass.const_expr(cfg.columns == cfg.dim):
             cute.autovec_copy(pieces, sums)
-        else:  # what lies behind the last column is another tile's, or nobody's
+        else:  # sums have no padding: behind the last column lies another tile
             sums.fill(0.0)
             for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
                 if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
@@ -61,7 +64,7 @@ class Finish:
 
 @cute.jit
 def quad_transpose(words, lane):
-    """Four words of each of four lanes, transposed: lane i gets word i of all four, eight columns of a row."""
+    """Transposes the four words of four lanes: lane i gets word i of each lane, which are eight columns of a row."""
     w = cute.make_rmem_tensor(4, Int32)
     for k in cutlass.range_constexpr(4):
         w[k] = words[k]

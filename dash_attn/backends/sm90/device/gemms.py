@@ -1,8 +1,8 @@
-"""The five products of a task, bound once to their shared-memory operands.
+"""The five products of a task, bound once to their operands in shared memory.
 
-S^T = K Q^T and dP^T = V dO^T are computed transposed: each warpgroup then owns whole kv rows, and the fp32
-accumulator of P^T, rounded to 16 bit, is already the register operand of dV += P^T dO (likewise dS^T and dK).
-dQ = dS K mixes the rows of both warpgroups, so dS goes through shared memory.
+S^T = K Q^T and dP^T = V dO^T are computed transposed. Each warpgroup then owns whole kv rows, and P^T, rounded to 16
+bits in registers, is already the operand of dV += P^T dO. The same holds for dS^T and dK += dS^T Q.
+dQ = dS K adds over the kv rows of both warpgroups, so dS goes through shared memory.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from ..config import KernelConfig
+from ..cta import TILE_N, WARPGROUP
 from .bundles import Cta, element
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -33,11 +34,11 @@ def transposed(t):
 @dataclass(frozen=True)
 class Gemms:
     cfg: KernelConfig
-    score: Any  # tiled MMAs
-    score_kept: Any  # with K from registers
-    grad: Any
-    query: Any
-    k_a: Any  # operand fragments: descriptors of shared memory
+    score: Any  # tiled MMA of S^T and dP^T
+    score_kept: Any  # the same with K from registers
+    grad: Any  # tiled MMA of dV and dK
+    query: Any  # tiled MMA of dQ
+    k_a: Any  # operands, as descriptors of shared memory: _a left, _b right, _t transposed right
     v_a: Any
     q_b: Any
     do_b: Any
@@ -45,19 +46,19 @@ class Gemms:
     do_t: Any
     ds_a: Any
     k_t: Any
-    store_ds: Any  # copy of dS^T registers into dS
-    ds_dst: Any
-    store_grad: Any  # copies of one warpgroup's 64 rows
-    store_dq: Any
+    store_ds: Any  # copy of dS^T from registers
+    ds_dst: Any  # its destination
+    store_grad: Any  # copy of one warpgroup's 64 rows of dK or dV
+    store_dq: Any  # copy of one warpgroup's part of finished dQ
 
     @staticmethod
     def bind(cta: Cta, wg, thread) -> "Gemms":
-        """`thread` counts consumer threads; descriptors belong to the warpgroup, copies to the thread."""
+        """For warpgroup `wg` and consumer thread `thread`, counted over both warpgroups."""
         cfg, v = cta.cfg, cta.views
         score, score_kept = (tiled_mma(cfg, a, K_MAJOR, cfg.tile_m, (2, 1, 1)) for a in (SMEM, RMEM))
         grad = tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, (2, 1, 1))
         query = tiled_mma(cfg, SMEM, MN_MAJOR, 64, (2, 1, 1) if cfg.dq_split_rows else (1, 2, 1))
-        g_score, g_grad, g_query = [x.get_slice(wg * 128) for x in (score, grad, query)]
+        g_score, g_grad, g_query = [x.get_slice(wg * WARPGROUP) for x in (score, grad, query)]
 
         def stmatrix(t):
             return cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), element(cfg))
@@ -85,38 +86,38 @@ class Gemms:
         )
 
     def keep_k(self, k, thread):
-        """The first steps of K, as the A operand of S^T, in registers; None of none."""
+        """Loads the first `k_kept` steps of K into registers, as an operand of S^T. None if there are none."""
         cfg, mma = self.cfg, self.score_kept
         steps = min(cfg.k_kept, cfg.score_steps)
         if not steps:
             return None
         load = cute.make_tiled_copy_A(cute.make_copy_atom(warp.LdMatrix8x8x16bOp(num_matrices=4), element(cfg)), mma)
-        kept = cute.make_rmem_tensor(mma.partition_shape_A((cfg.tile_n, 16 * steps)), element(cfg))
+        kept = cute.make_rmem_tensor(mma.partition_shape_A((TILE_N, 16 * steps)), element(cfg))
         src, dst = load.get_slice(thread).partition_S(k), load.retile(kept)
         for i in range(steps):
             cute.copy(load, src[None, None, i], dst[None, None, i])
         return kept
 
     def score_acc(self):
-        shape = self.score.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.tile_m))
+        shape = self.score.get_slice(0).partition_shape_C((TILE_N, self.cfg.tile_m))
         return cute.make_rmem_tensor(shape, Float32)
 
     def grad_acc(self):
-        shape = self.grad.get_slice(0).partition_shape_C((self.cfg.tile_n, self.cfg.dim))
+        shape = self.grad.get_slice(0).partition_shape_C((TILE_N, self.cfg.dim))
         return cute.make_rmem_tensor(shape, Float32)
 
     def query_acc(self):
         shape = self.query.get_slice(0).partition_shape_C((self.cfg.tile_m, self.cfg.dim))
         return cute.make_rmem_tensor(shape, Float32)
 
-    def as_operand(self, acc):
-        """16-bit copy of a score accumulator, seen as the A operand of a gradient product."""
+    def rounded(self, acc):
+        """The accumulator rounded to 16 bits."""
         half = cute.make_rmem_tensor_like(acc, element(self.cfg))
         self.round_rest(acc, half, 0)
         return half
 
     def round_now(self, acc, half, count: int):
-        """The first `count` words of `as_operand(acc)`, here: a plain conversion sinks to where it is used."""
+        """Rounds the first `count` words at this point. The compiler moves a plain conversion to its first use."""
         words, kind = cute.recast_tensor(half, Int32), {"bf16": "bf16x2", "fp16": "f16x2"}[self.cfg.dtype]
         for i in range(count):
             words[i] = cute.arch.inline_ptx(
@@ -126,13 +127,14 @@ class Gemms:
             )
 
     def round_rest(self, acc, half, count: int):
-        """All words but the first `count`."""
+        """Rounds all words but the first `count`."""
         shape = cute.make_layout(cute.size(half) - 2 * count)
         rest, source = (cute.make_tensor(t.iterator + 2 * count, shape) for t in (half, acc))
         rest.store(source.load().to(element(self.cfg)))
 
     def operand_view(self, half):
-        shape = self.grad.get_slice(0).partition_shape_A((self.cfg.tile_n, self.cfg.tile_m))
+        """Rounded scores as the left operand of a gradient product."""
+        shape = self.grad.get_slice(0).partition_shape_A((TILE_N, self.cfg.tile_m))
         return cute.make_tensor(half.iterator, cute.make_layout(shape))
 
     def issue_s(self, acc, stage, kept):
@@ -161,17 +163,14 @@ class Gemms:
 
 
 def issue(mma, acc, a, b, accumulate, steps: int = 0):
-    """Issues one product asynchronously as one wgmma group; 0 steps: all there are."""
+    """Issues one product asynchronously, as one wgmma group. 0 steps means all steps."""
     warpgroup.fence()
     add(mma, acc, (a, b), range(steps or cute.size(a.shape[2])), accumulate)
     warpgroup.commit_group()
 
 
 def add(mma, acc, operands, steps: range, accumulate):
-    """Some k steps of a product.
-
-    A fresh atom each time: the accumulate bit is a field of the atom, and a shared one would carry it across.
-    """
+    """Issues some k steps of a product. Each call has an atom of its own, because the atom holds the accumulate bit."""
     a, b = operands
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)

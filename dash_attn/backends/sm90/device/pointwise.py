@@ -1,7 +1,7 @@
-"""P and dS on the transposed score fragment.
+"""P and dS, computed in the registers of the transposed scores.
 
-Element i = c + 2h + 4j of a thread's fragment is key row `row + 8h`, query column `col + 8j + c`,
-with row = 16 * warp + lane // 4 and col = 2 * (lane % 4).
+A thread's element i = c + 2h + 4j belongs to key `row + 8h` and query `col + 8j + c`, where row = 16 * warp + lane // 4
+and col = 2 * (lane % 4).
 """
 
 from dataclasses import dataclass
@@ -11,30 +11,34 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..cta import TILE_N, WARP
+
 
 @dataclass(frozen=True)
 class ColumnPairs:
-    """The thread's columns of a per-query smem row: pairs at 8j and 8j + 1, loaded some pairs ahead of their use.
+    """The LSE or delta of a thread's queries: pairs of floats, loaded `ahead` pairs before their use.
 
-    `ahead` of 0 is all of them. Made before the wait for the product they meet, so that the first loads hide behind it.
+    The first pairs are loaded when the object is made. That is before the wait for the product that needs them, so
+    these loads take no time of their own.
     """
 
-    src: Any  # (2, tile_m / 8) in shared memory
-    first: list[Any]  # pairs in registers
+    src: Any  # (2, tile_m / 8) in shared memory: pair j has the queries col + 8j and col + 8j + 1
+    first: list[Any]  # the first pairs, in registers
 
     @staticmethod
     def of(stats, stage, tile_m: int, ahead: int) -> "ColumnPairs":
+        """0 pairs ahead means all pairs."""
         col = cute.assume((cute.arch.lane_idx() % 4) * 2, divby=2)
         src = cute.make_tensor(stats[None, stage].iterator + col, cute.make_layout((2, tile_m // 8), stride=(1, 8)))
         return ColumnPairs(src, load_pairs(src, range(ahead or tile_m // 8)))
 
     def __iter__(self):
-        """(j, pair): while some are used, as many behind them are loaded."""
-        here, ahead, pairs = self.first, len(self.first), cute.size(self.src.shape[1])
-        for begin in range(0, pairs, ahead):
-            behind = load_pairs(self.src, range(begin + ahead, min(pairs, begin + 2 * ahead)))
-            yield from enumerate(here, begin)
-            here = behind
+        """(j, pair) for every pair. While `ahead` pairs are used, the next `ahead` pairs are loaded."""
+        loaded, ahead, count = self.first, len(self.first), cute.size(self.src.shape[1])
+        for begin in range(0, count, ahead):
+            following = load_pairs(self.src, range(begin + ahead, min(count, begin + 2 * ahead)))
+            yield from enumerate(loaded, begin)
+            loaded = following
 
 
 def load_pairs(src, which: range):
@@ -64,18 +68,18 @@ def score_gradient(dp, p, delta: ColumnPairs):
 
 @cute.jit
 def mask_probabilities(cta, p, tile, thread):
-    """Zeroes what a partial tile (q tile, kv tile) must not see.
+    """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile).
 
-    P is masked rather than S, so that no infinity meets a zero.
+    P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number.
     """
     cfg, facts = cta.cfg, cta.facts
     lane = cute.arch.lane_idx()
-    first_key = tile[1] * cfg.tile_n + (thread // 32) * 16 + lane // 4
+    first_key = tile[1] * TILE_N + (thread // WARP) * 16 + lane // 4
     first_q = tile[0] * cfg.tile_m + (lane % 4) * 2
     if const_expr(cfg.mask == "interval"):
         for j in cutlass.range_constexpr(cfg.tile_m // 8):
             for c in cutlass.range_constexpr(2):
-                row = cutlass.min(first_q + 8 * j + c, facts.seqlen_q - 1)  # rows past the end have P = 0 already
+                row = cutlass.min(first_q + 8 * j + c, facts.seqlen_q - 1)  # beyond the sequence P is 0 already
                 lo, hi = cta.streams.row_lo[row], cta.streams.row_hi[row]
                 for h in cutlass.range_constexpr(2):
                     key = first_key + 8 * h
@@ -84,7 +88,7 @@ def mask_probabilities(cta, p, tile, thread):
     else:
         for h in cutlass.range_constexpr(2):
             key = first_key + 8 * h
-            first_seen = Int32(0)  # columns before this one do not see the key
+            first_seen = Int32(0)  # queries before this one do not see the key
             if const_expr(cfg.mask == "causal"):
                 first_seen = key - (facts.seqlen_k - facts.seqlen_q) - first_q
             first_seen = first_seen if key < facts.seqlen_k else Int32(cfg.tile_m)

@@ -1,7 +1,7 @@
-"""Before the main kernel: delta = rowsum(dO * O), LSE in base 2, and counters at zero.
+"""The kernel before the main one: delta = rowsum(dO * O), LSE in base 2, and counters set to zero.
 
-One CTA per (q head, q tile, batch): heads first, as they lie in memory. Rows past the end of the sequence get
-LSE = +inf, so their P is 0.
+One CTA works on a q tile of one head and batch. Neighbouring CTAs have neighbouring heads, as in memory. Rows past the
+end of the sequence get LSE = +inf, so their P is 0.
 """
 
 import cuda.bindings.driver as cu
@@ -21,7 +21,9 @@ class Prepare:
 
     @cute.jit
     def __call__(self, inputs: tuple, stats: tuple, stream: cu.CUstream):
-        """inputs: dout, out (B, S, H, D) and lse (B, H, S); stats as in launch.Workspace, of which dq_sum stays."""
+        """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen)
+        stats: those of launch.Workspace; dq_sum is left alone
+        """
         batch, _, heads, _ = inputs[0].shape
         lse2, delta, _, counters = stats
         n_q = counters.shape[1]
@@ -40,10 +42,10 @@ class Prepare:
         seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
         if thread < counters.shape[2]:
             counters[plane, tile, thread, 0] = Int32(0)
-        lanes, pieces = cfg.dim // 8, cfg.columns // 8  # 16 bytes each; a power of two lanes for the sum below
+        lanes, pieces = cfg.dim // 8, cfg.columns // 8  # a lane reads 16 bytes of a row; the sum needs 2^n lanes
         piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
         passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
-        # Every load is issued before the first use; rows past the end read the last row and are dropped below.
+        # All loads are issued before the first use. Rows past the end read the last row, and their values are dropped.
         rows = [first_row + i * step for i in range(passes)]
         clipped = [cutlass.min(row, seqlen - 1) for row in rows]
         piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
@@ -56,7 +58,7 @@ class Prepare:
                 part = part if piece < pieces else Float32(0.0)
             total = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
             if piece == 0:
-                # A row that sees no key has LSE = -inf; its P is masked to 0 and must not become inf first.
+                # A row that sees no key has LSE = -inf, which would make its P infinite. Its P is masked later.
                 value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
                 lse2[plane, row] = value if row < seqlen else Float32.inf
                 delta[plane, row] = total if row < seqlen else Float32(0.0)

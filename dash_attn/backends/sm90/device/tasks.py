@@ -1,36 +1,77 @@
-"""Entries of the task ring: the producer decodes the Program once, consumers and writers read entries.
+"""Tasks on the device: the words of the tables, and the task ring.
 
-An entry is four int32 words: (flags, a, b, c).
-    task  flags = PARTIAL | FIRST | LAST | BEGINS | ENDS | ODD, (q tile, plane, turn)
-    grad  flags = GRAD,                   (kv tile, kv head, batch)
-    end   flags = END
-Every chain ends with a grad entry: dV leaves through a dQ slot, while dK takes the dS buffers.
+Only the producer reads the Program. It writes an entry of the task ring for every task and for every end of a chain,
+and the other roles read the entries:
+
+    task   flags = PARTIAL | FIRST | LAST | BEGINS | ENDS | ODD, then q tile, plane, turn
+    grad   flags = GRAD, then kv tile, kv head, batch: the end of a chain
+    end    flags = END: no entry follows, one for each dQ writer
+
+A worker counts its tasks, its chains and its entries from 0. Task t of chain c is entry t + c, because every chain
+before has one entry beside those of its tasks.
 """
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..config import RING
+from dash_attn.program import Chain, Run
+
+from ..cta import RING
+from ..smem_plan import GradEntry, Info, TaskEntry
 from .bundles import Cta
 
 RING_BITS = RING.bit_length() - 1
 
-PARTIAL = 1
-FIRST = 2  # nothing has been added to this dQ tile yet: store instead of add
-LAST = 4  # completes this dQ tile
+PARTIAL = 1  # the tile is masked element by element
+FIRST = 2  # the first contribution to its dQ tile: it is stored, not added
+LAST = 4  # the last contribution to its dQ tile
 GRAD = 8
 END = 16
-BEGINS = 32  # first task of its chain
-ENDS = 64  # last task of its chain
-ODD = 128  # parity of the chain
+BEGINS = 32  # the first task of its chain
+ENDS = 64  # the last task of its chain
+ODD = 128  # the chain's number is odd
 
 
 def my_chains(cta: Cta):
-    """(first, count) of this worker's chains in worker_chains. Each role reads it for itself: held over from the
-    start of the kernel it would cost the worker warps registers they do not have."""
+    """(first, count) of this worker's chains in worker_chains.
+
+    Every role reads the table anew: the values, held from the start of the kernel on, would take registers that the
+    worker warps do not have.
+    """
     worker = cute.arch.block_idx()[0]
     first = cta.tables.worker_first[worker]
     return first, cta.tables.worker_first[worker + 1] - first
+
+
+def chain_word(cta: Cta, chain, column: Chain):
+    return cta.tables.chains[chain, int(column)]
+
+
+def run_word(cta: Cta, run, column: Run):
+    return cta.tables.runs[run, int(column)]
+
+
+def info_word(cta: Cta, parity, word: Info):
+    return cta.views.info[int(word), parity]
+
+
+def entry_word(cta: Cta, entry, word: TaskEntry | GradEntry):
+    return cta.views.ring[int(word), ring_slot(entry)]
+
+
+def kv_place(cta: Cta, parity):
+    """(kv tile, kv head, batch) of the chain with this parity."""
+    return tuple(info_word(cta, parity, word) for word in (Info.KV_TILE, Info.KV_HEAD, Info.BATCH))
+
+
+def stage_of(task):
+    """The stage of Q, dO and dS that a task uses, and the parity of its phase there."""
+    return task & 1, (task >> 1) & 1
+
+
+def half_slot(entry, wg):
+    """A warpgroup's half of the dQ slot that an entry uses, and the parity of its phase there."""
+    return (entry & 1) * 2 + wg, (entry >> 1) & 1
 
 
 def ring_slot(entry):
@@ -42,15 +83,11 @@ def ring_phase(entry):
 
 
 def publish(cta: Cta, entry, words):
-    """One thread writes an entry and announces it to the writers."""
+    """One thread writes an entry and announces it to the dQ writers."""
     slot = ring_slot(entry)
     for i in range(4):
         cta.views.ring[i, slot] = Int32(words[i])
     cta.bars.arrive("task_full", slot)
-
-
-def flags_of(cta: Cta, entry):
-    return cta.views.ring[0, ring_slot(entry)]
 
 
 @cute.jit

@@ -1,0 +1,15 @@
+"""Which worker runs which chain, and when: what fixes the speed and no bit."""
+
+from dash_attn.launch.placement import place
+from dash_attn.launch.queue import enqueue
+from dash_attn.order import Choice, arrange
+from dash_attn.program import Program, build
+from dash_attn.tiling import Tiling
+
+__all__ = ["compose", "enqueue", "place"]
+
+
+def compose(tiling: Tiling, policy: str | Choice = "auto") -> Program:
+    """Order a tiling by a policy, launch it as that policy is launched, and freeze both."""
+    order = arrange(tiling, policy)
+    return build(order, enqueue(order))

@@ -1,0 +1,97 @@
+"""The launch queue: which chains follow each other, over all heads. It changes the speed and never a bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dash_attn.order import Order, Rounds
+from dash_attn.order.types import Ints
+from dash_attn.program import PlaceRule, Queue
+from dash_attn.tiling import Tiling
+
+# Tuned to a GPU of 132 SMs with 50 MB of L2. No number here changes a bit.
+IN_FLIGHT = 128  # bundles that fill the GPU: more heads at once would leave the cache between two rounds
+TINY = 6  # kv tiles of a head that comes and goes so fast that its tiles hardly stay in cache
+NEAR = 8  # chains of the tiny heads that are taken in turn
+
+
+@dataclass(frozen=True)
+class LaunchRule:
+    """How the heads of an order share the GPU.
+
+    few_heads  launch only as many heads at a time as fill the GPU; else all of them. It pays where bundles are equally
+               long: the windows of a head then follow each other while its tiles are in cache
+    in_turn    launch block after block, and inside a block one chain of each head, then the next chain of each
+    place      how bundles go to workers
+    """
+
+    few_heads: bool = False
+    in_turn: bool = False
+    place: PlaceRule = "balanced"
+
+
+RULES: dict[str, LaunchRule] = {
+    "fa3": LaunchRule(place="dealt"),
+    "descending": LaunchRule(place="faster"),  # its chains wait more than they work, and balance may not pay
+    "shift": LaunchRule(few_heads=True),
+    "symmetric_shift": LaunchRule(few_heads=True),
+    "level": LaunchRule(in_turn=True),
+}
+
+
+def enqueue(order: Order) -> Queue:
+    """The queue of an order, by the rule of its policy. A policy without an entry in RULES gets the plain rule."""
+    rule = RULES.get(order.choice.policy, LaunchRule())
+    blocks = np.split(np.arange(order.tiling.problem.groups), np.flatnonzero(np.diff(order.block_of)) + 1)
+    if rule.in_turn:
+        chains = np.concatenate([_in_turn(order, part) for part in _tiny_parts(order.tiling, blocks)])
+        return Queue(chains, np.arange(len(chains) + 1), rule.place)
+    queue, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for block in blocks:
+        rounds = [bundles for bundles in order.rounds[order.template_of[block[0]]] if bundles]
+        for part in _few_heads(block, rounds) if rule.few_heads else [block]:
+            parts, lengths = _round_by_round(part * order.tiling.num_kv, rounds)
+            queue += parts
+            sizes += lengths
+    return Queue(np.concatenate(queue), np.cumsum(np.concatenate(sizes)), rule.place)
+
+
+def _round_by_round(first_chain: Ints, rounds: Rounds) -> tuple[list[Ints], list[Ints]]:
+    """Chains, and lengths of the bundles: one round of each group, then the next round of each.
+
+    Running a round of many groups before the next round lets the windows that share the GPU belong to different heads.
+    """
+    chains = [np.array([chain for bundle in bundles for chain in bundle], np.int64) for bundles in rounds]
+    lengths = [np.array([len(bundle) for bundle in bundles], np.int64) for bundles in rounds]
+    return (
+        [(first_chain[:, None] + each).ravel() for each in chains],
+        [np.tile(each, len(first_chain)) for each in lengths],
+    )
+
+
+def _few_heads(block: Ints, rounds: Rounds) -> list[Ints]:
+    """Parts of a block whose smallest rounds fill the GPU."""
+    heads = -(-IN_FLIGHT // min(map(len, rounds), default=1))
+    return np.array_split(block, max(1, len(block) // heads))
+
+
+def _in_turn(order: Order, part: Ints) -> Ints:
+    """One chain of each group, then the next chain of each."""
+    chains = np.array([chain for bundles in order.rounds[order.template_of[part[0]]] for (chain,) in bundles], np.int64)
+    return (chains[:, None] + part * order.tiling.num_kv).ravel()
+
+
+def _tiny_parts(tiling: Tiling, blocks: list[Ints]) -> list[Ints]:
+    """Blocks as they are, or cut into a few heads each where heads are tiny.
+
+    The tiles of a tiny head would leave the cache between one of its chains and the next if a whole block were taken in
+    turn. Cutting needs q tiles smaller than kv tiles: chains of one head are then two steps apart and do not catch up
+    with each other. The last block stays whole.
+    """
+    if tiling.problem.group > 1 or tiling.num_kv > TINY or tiling.shape.m >= tiling.shape.n:
+        return blocks
+    heads = -(-NEAR // max(1, tiling.num_kv))
+    *early, last = blocks
+    return [*(part for block in early for part in np.array_split(block, -(-len(block) // heads))), last]

@@ -1,0 +1,176 @@
+"""The tables of docs/performance.md, made from the result files.
+
+``python -m dash_attn.tools.bench.performance docs/performance.md benchmarks/results`` writes them anew: a table follows
+each comment ``<!-- table: NAME -->``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dash_attn.tools.bench.report import (
+    BASELINE,
+    Result,
+    Row,
+    TableText,
+    default_of,
+    geometric_mean,
+    is_ours,
+    markdown_table,
+    median,
+    percent,
+    price,
+    speed,
+    tflops,
+    times,
+)
+
+Results = Mapping[str, Result]  # by suite
+MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
+LONG = 8192  # tokens from which a single sequence counts as long
+
+
+def filled(text: str, results: Results) -> str:
+    """The document with every table made from the results."""
+    return MARKED.sub(lambda mark: f"<!-- table: {mark[1]} -->\n{markdown_table(*TABLES[mark[1]](results))}\n", text)
+
+
+def read_results(folder: Path) -> dict[str, Result]:
+    """The results of a folder, by suite."""
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return {result["suite"]: result for result in files if "suite" in result}
+
+
+def headline(results: Results) -> TableText:
+    """Geometric mean and worst case beside FlashAttention-4, over cases whose gradients it computes correctly."""
+    length = results["length"]["rows"]
+    short, long = ([row for row in length if (row["shape"]["len_q"] >= LONG) == far] for far in (False, True))
+    groups: list[tuple[str, list[Row], str]] = [
+        (
+            f"the paper's grid ({len(results['grid_close']['rows'])} shapes)",
+            results["grid_close"]["rows"],
+            "grid_close",
+        ),
+        ("models", results["models"]["rows"], "models"),
+        ("long sequences (one of 8k to 128k tokens)", long, "length"),
+        ("one short sequence (1k to 4k tokens)", short, "length"),
+    ]
+    lines = []
+    for name, rows, suite in groups:
+        cells = [text for peer in (BASELINE, "fa4") for text in _mean_and_worst(rows, peer)]
+        lines.append([name, *cells, f"[{suite}](../benchmarks/results/{suite}_h200.json)"])
+    peers = ("FlashAttention-4 det", "FlashAttention-4 non-det")
+    return ["", *(f"{what} vs {peer}" for peer in peers for what in ("geomean", "worst")), "file"], lines
+
+
+def _mean_and_worst(rows: Sequence[Row], peer: str) -> list[str]:
+    ratios = [x for row in rows if peer not in row["failed"] and (x := speed(row, peer)) is not None]
+    return [times(geometric_mean(ratios)), times(min(ratios))]
+
+
+def grid(results: Results) -> TableText:
+    """The contenders by themselves; the price of determinism from the pairs of the whole grid."""
+    priced = {row["cell"]: price(row, "ours") for row in results["grid"]["rows"]}
+    header, lines = _beside(results["grid_close"])
+    lines = [[*line, percent(priced[line[0]])] for line in lines]
+    return [*header, "price"], lines
+
+
+def models(results: Results) -> TableText:
+    header, lines = _beside(results["models"])
+    prices = [percent(price(row, "ours")) for row in results["models"]["rows"]]
+    return [*header, "price"], [[*line, x] for line, x in zip(lines, prices, strict=True)]
+
+
+def length(results: Results) -> TableText:
+    header, lines = _beside(results["length"])
+    rows = results["length"]["rows"]
+    memory = [[f"{row['peak_bytes'][name] / 1e6:,.0f}" for name in (BASELINE, default_of(row))] for row in rows]
+    return [*header, "FA4 det, MB", "ours, MB"], [[*line, *mb] for line, mb in zip(lines, memory, strict=True)]
+
+
+def padded(results: Results) -> TableText:
+    return _beside(results["padded"])
+
+
+def _beside(result: Result) -> TableText:
+    """TFLOPS of FlashAttention-4 and of ours, and their ratios. A star marks wrong gradients."""
+    lines = []
+    for row in result["rows"]:
+        shown = [f"{tflops(row, name) or 0:.0f}{'*' if name in row['failed'] else ''}" for name in ("fa4", BASELINE)]
+        ratios = [times(speed(row, name)) for name in (BASELINE, "fa4")]
+        lines.append([row["cell"], default_of(row), *shown, f"{tflops(row, default_of(row)) or 0:.0f}", *ratios])
+    return ["case", "order", "FA4", "FA4 det", "ours", "ours / FA4 det", "ours / FA4"], lines
+
+
+def orders(results: Results) -> TableText:
+    """How much faster `auto` is than every other variant of the grid: mean, least and most over the cells of a mask."""
+    rows = results["grid"]["rows"]
+    names = dict.fromkeys(_family(row, name) for row in rows for name in row["us"] if name != default_of(row))
+    lines = []
+    for family in names:
+        cells = []
+        for mask in ("full", "causal"):
+            ratios = [
+                x
+                for row in rows
+                if row["shape"]["mask"] == mask
+                for name in row["us"]
+                if name != default_of(row) and _family(row, name) == family and (x := speed(row, name)) is not None
+            ]
+            spread = (
+                f"{times(geometric_mean(ratios))} ({times(min(ratios))} to {times(max(ratios))})" if ratios else "-"
+            )
+            cells.append(spread)
+        lines.append([family, *cells])
+    return ["`auto` against", "full mask", "causal mask"], lines
+
+
+def _family(row: Row, name: str) -> str:
+    if name.startswith("any"):
+        return "ours without an order"
+    return f"`{name}`" if is_ours(name) else name
+
+
+def noise(results: Results) -> TableText:
+    """How far samples of the order of `auto` scatter: the 80th percentile over the 20th, in the median of the cells."""
+    lines = []
+    for suite in ("grid", "grid_ours", "grid_close"):
+        result = results[suite]
+        scatter = [us["p80"] / us["p20"] for row in result["rows"] for us in [row["us"][default_of(row)]]]
+        twins = [x for row in result["rows"] if (x := _twin(row)) is not None]
+        span = f"{min(scatter):.2f} to {max(scatter):.2f}, median {statistics.median(scatter):.2f}"
+        lines.append([f"`{suite}`", span, f"{max(twins):.1%}"])
+    return ["suite", "80th / 20th percentile", "one order under two names differs by at most"], lines
+
+
+def _twin(row: Row) -> float | None:
+    """How far apart `auto` and `shift:64` are where no head has more chains than both widths: they are one order."""
+    width = int(default_of(row).partition(":")[2] or 0)
+    chains = row["shape"]["len_k"] // 128
+    wide = median(row, "shift:64")
+    if wide is None or width >= 64 or width < chains:
+        return None
+    own = median(row, default_of(row)) or wide
+    return abs(own / wide - 1)
+
+
+TABLES: dict[str, Callable[[Results], TableText]] = {
+    "headline": headline,
+    "grid": grid,
+    "orders": orders,
+    "noise": noise,
+    "models": models,
+    "length": length,
+    "padded": padded,
+}
+
+
+if __name__ == "__main__":
+    document, folder = map(Path, sys.argv[1:3])
+    document.write_text(filled(document.read_text(encoding="utf-8"), read_results(folder)), encoding="utf-8")
