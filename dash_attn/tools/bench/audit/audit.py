@@ -45,7 +45,7 @@ class Subject:
 
 
 class Findings:
-    """What is known by now, in the order of cases and targets, whichever ended first. `keep` sees it grow."""
+    """The entries so far, in the order of cases and targets, whichever ended first. `keep` gets every new state."""
 
     def __init__(self, keep: Callable[[Report], None]) -> None:
         self._groups: list[list[Entry]] = []
@@ -70,7 +70,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Case:
-    """One subject while it is audited. `tell` takes what is done now and how many steps of this case are finished."""
+    """One subject while it is audited. `tell` takes the step that begins and how many steps of this case are finished."""
 
     subject: Subject
     folder: Path
