@@ -141,7 +141,7 @@ def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> li
 
 def _row(case: BenchCase, device: torch.device) -> Row:
     setting, (rounds, untimed, timed) = Setting.of(case.problem, device), EFFORT[device.type]
-    row: Row = {"cell": case.name, "shape": shape_of(case.problem), "calls": rounds * timed}
+    row: Row = {"cell": case.name, "shape": shape_of(case.problem), "default": "attention", "calls": rounds * timed}
     row |= {"missing": {}, "failed": {}}
     want = _exact(setting)
     ready: dict[str, Call] = {}

@@ -25,6 +25,7 @@ HEADINGS = {
     "deviation": "Deviation of identical passes",
     "length": "Cost against length",
     "padded": "Padded head dims",
+    "host": "Host time",
 }
 
 SOME_SMS = 8
@@ -48,7 +49,7 @@ def _suite(name: str, result: Result) -> list[Section]:
         for claim in CLAIMS
         if claim.suite == name
     ]
-    facts = [] if name in ("block", "deviation") else ratios(result).splitlines()
+    facts = [] if name in ("block", "deviation", "host") else ratios(result).splitlines()
     text = "\n\n".join([f"Measured on: {where}.", *claims, *facts, *absent(result).splitlines()])
     picture = Picture(
         _png(name, result, LIGHT), _png(name, result, DARK), f"{HEADINGS[name]}: the numbers of the table"

@@ -258,6 +258,15 @@ def _share(row: Row, part: str) -> float:
     return 0.0 if name is None else 100 * row["parts"][name][part] / row["us"][name]["median"]
 
 
+def hosts(result: Result, theme: Theme) -> Figure:
+    """How long a small call takes to return."""
+    figure, (ax,) = sheet(result, theme, 1, "Host time of a call whose problem was seen before, us")
+    bars(ax, [row["cell"] for row in result["rows"]], columns(result["rows"], median), "{:.0f}")
+    dressed(ax, theme, "")
+    legend(figure, [ax], theme)
+    return figure
+
+
 def deviations(result: Result, theme: Theme) -> Figure:
     """Largest deviation between identical passes; what never deviates has no bar (the paper's Table 1)."""
     figure, (ax,) = sheet(result, theme, 1, "Largest deviation between identical backward passes, mean of 10")
@@ -337,4 +346,5 @@ DRAWN: dict[str, Callable[[Result, Theme], Figure]] = {
     "length": lengths,
     "block": blocks,
     "deviation": deviations,
+    "host": hosts,
 }

@@ -14,6 +14,7 @@ from dash_attn.tools.bench import host
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.command import main
 from dash_attn.tools.bench.host import host_us, measure_host
+from dash_attn.tools.viz.results import plot
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -47,8 +48,10 @@ def test_a_call_is_timed_until_it_returns() -> None:
     assert len(times) == 3 and all(us >= 10_000 for us in times)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--suite", "host", "--cpu", "--quick", "--out", str(tmp_path / "host.json")]) == 0
+    (picture,) = plot([tmp_path / "host.json"], tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
     (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
     assert row["shape"]["len_q"] == 512 and row["shape"]["dtype"] == "bfloat16"
     out = capsys.readouterr().out

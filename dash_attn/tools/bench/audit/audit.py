@@ -70,7 +70,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Case:
-    """One subject while it is audited. `tell` takes the step that begins and how many steps of this case are finished."""
+    """One subject while it is audited. `tell` takes the step that begins and how many of this case are finished."""
 
     subject: Subject
     folder: Path
