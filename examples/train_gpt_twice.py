@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dash_attn
-from dash_attn.backends import Operands, cpu
-from dash_attn.plan import placement, plan
+from dash_attn.backends import Operands, Options
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, Problem
 
 HEAD_DIM = 64
@@ -62,20 +62,20 @@ class AsTheyCome(torch.autograd.Function):
     Delays of up to 5 ms, drawn anew each time, do what other load does on a busy machine.
     """
 
+    options = Options(kernel=(("threads", 4), ("order", "any"), ("jitter", 5e-3)))
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, length, heads, dim = q.shape
-        ctx.problem = Problem(batch, heads, heads, length, length, dim, dtype="float32", mask=CAUSAL)
-        out, lse = cpu.forward(ctx.problem, q, k, v)
+        problem = Problem(batch, heads, heads, length, length, dim, dtype="float32", mask=CAUSAL)
+        ctx.prepared = prepare(problem, "auto", AsTheyCome.options, q.device)
+        out, lse = ctx.prepared.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        planned = plan(ctx.problem, cpu.tile_shape(ctx.problem))
-        workers = placement(planned, max(4, planned.co_resident))
-        operands = Operands(dout, *ctx.saved_tensors)
-        return tuple(cpu.backward(ctx.problem, planned.program, workers, operands, threads=4, order="any", jitter=5e-3))
+        return tuple(ctx.prepared.backward(Operands(dout, *ctx.saved_tensors)))
 
 
 class Block(nn.Module):
@@ -216,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, each in enumerate((setup, second), 1):
         order = "any order"
         if not each.any_order:
-            found = dash_attn.explain(like, like, like, causal=True, policy=each.policy)
-            order = f"{found.policy}, fingerprint {found.fingerprint}"
+            said = dash_attn.explain(like, like, like, causal=True, policy=each.policy)
+            order = f"{said.policy}, fingerprint {said.fingerprint}"
         started = time.perf_counter()
         runs.append(train(each, data))
         names.append(f"run {number}: {order}")

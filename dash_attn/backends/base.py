@@ -47,6 +47,10 @@ class Options:
     sm_margin: int = 0
     kernel: tuple[tuple[str, object], ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.sm_margin < 0:  # more workers than processors would wait for each other forever
+            raise ValueError(f"sm_margin must be at least 0, got {self.sm_margin}")
+
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
 

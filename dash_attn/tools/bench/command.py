@@ -93,8 +93,6 @@ def parser() -> Parser:
         help="untimed calls of the same variant before each sample (default 10 or the suite's): they bring the GPU to "
         "the clock of this variant",
     )
-    made.add_argument("--programs", type=Path, help="folder of prepared programs; missing ones are added")
-    made.add_argument("--prepare", type=Path, help="only plan, into this folder: for machines without numba")
     made.add_argument("--out", type=Path, help="file.json, or a folder (default: benchmarks/results)")
     made.add_argument("--add", action="store_true", help="keep the rows of --out that this run does not measure")
     shape_options(made)
@@ -109,10 +107,6 @@ def main(arguments: Sequence[str]) -> int:
         if given is not None and given < allowed:
             raise ValueError(f"--{option.replace('_', '-')} must be at least {allowed}, got {given}")
     chosen = list(SUITES) if args.suite == "all" else [args.suite]
-    if args.prepare is not None:
-        made = sum(_settings(args, SUITES[n], None).ours.keep(c.problem) for n in chosen for c in cases_of(args, n))
-        print(f"prepared {made} programs in {args.prepare}")
-        return 0
     device = _device(args)
     failed = False
     for name in chosen:
@@ -144,7 +138,7 @@ def cases_of(args: argparse.Namespace, name: str) -> list[BenchCase]:
     if args.batch_size is not None or args.nheads_kv is not None:
         raise ValueError("--batch-size and --nheads-kv go with --nheads")
     suite = SUITES[name]
-    if args.cpu:
+    if args.cpu and name != "host":
         some = TINY_BLOCK.cases() if name == "block" else cases.tiny()
         some = [replace(case, problem=replace(case.problem, dtype="float32")) for case in some]
     else:
@@ -152,7 +146,7 @@ def cases_of(args: argparse.Namespace, name: str) -> list[BenchCase]:
     some = [
         case
         for case in some
-        if case.problem.mask in masks
+        if (args.causal is None or case.problem.mask in masks)
         and case.problem.dim in (args.headdim or (case.problem.dim,))
         and case.problem.len_q in (args.seqlen or (case.problem.len_q,))
     ]
@@ -168,7 +162,7 @@ def _case(args: argparse.Namespace, length: int, dim: int, mask: Any) -> BenchCa
     return BenchCase(f"{problem.batch}x{length} {args.nheads}/{kv} heads d{dim} {mask}", problem)
 
 
-def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | None) -> Settings:
+def _settings(args: argparse.Namespace, suite: Suite, device: torch.device) -> Settings:
     peers = suite.quick_peers if args.quick else suite.peers
     if args.peers is not None:
         words = {("all",): tuple(PEERS), ("none",): ()}
@@ -178,20 +172,17 @@ def _settings(args: argparse.Namespace, suite: Suite, device: torch.device | Non
         if parse(policy).policy not in ("auto", *POLICIES):
             raise ValueError(f"--policies {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = suite.unordered if args.any is None else args.any
-    ours = Ours(policies, unordered, args.prepare or args.programs, tuple(args.config))
+    ours = Ours(policies, unordered, tuple(args.config))
     effort = QUICK if args.quick else suite.effort
     how = (args.rounds or effort.rounds, args.budget_ms or effort.budget_ms, args.lead_ms or effort.lead_ms)
-    return Settings(Timing(device or torch.device("cpu"), *how), ours, peers, args.deterministic)
+    return Settings(Timing(device, *how), ours, peers, args.deterministic)
 
 
 def _device(args: argparse.Namespace) -> torch.device:
     if args.cpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(
-            "no CUDA GPU here: throughput is measured on Hopper GPUs. --cpu runs a tiny case on the CPU, "
-            "--prepare FOLDER plans for a GPU elsewhere"
-        )
+        raise ValueError("no CUDA GPU here: throughput is measured on Hopper GPUs. --cpu runs a tiny case on the CPU")
     return torch.device("cuda", torch.cuda.current_device())
 
 

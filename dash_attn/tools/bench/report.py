@@ -170,6 +170,18 @@ def blocks(result: Result) -> TableText:
     return ["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines
 
 
+def hosts(result: Result) -> TableText:
+    """Microseconds until a call returns, and how our forward and backward stands to torch's."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
+    lines = []
+    for row in result["rows"]:
+        ours, base = median(row, "attention"), median(row, "torch")
+        values = (median(row, name) for name in names)
+        shown = ("-" if us is None else f"{us:.0f}" for us in values)
+        lines.append([row["cell"], *shown, times(ours / base if ours and base else None)])
+    return ["host us", *names, "attention/torch"], lines
+
+
 def deviations(result: Result) -> TableText:
     """How far identical passes lie apart: the paper's Table 1."""
     lines = []
@@ -202,6 +214,8 @@ def absent(result: Result) -> str:
 def tables(result: Result) -> list[TableText]:
     """The tables of a suite."""
     suite = result["suite"]
+    if suite == "host":
+        return [hosts(result)]
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
     priced = any(price(row, "ours") is not None for row in result["rows"])
@@ -212,6 +226,6 @@ def tables(result: Result) -> list[TableText]:
 def summary(result: Result) -> str:
     """All tables and sentences about a result."""
     parts = [text_table(*table) for table in tables(result)]
-    if result["suite"] not in ("block", "deviation"):
+    if result["suite"] not in ("block", "deviation", "host"):
         parts.append(ratios(result))
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

@@ -68,5 +68,5 @@ def pack(events: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 
 
 def unpack(steps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    found = np.ascontiguousarray(np.moveaxis(steps, 0, -1)).view("<i8")[..., 0]
-    return np.cumsum(found, axis=2, dtype=np.int64).transpose(0, 2, 1)
+    words = np.ascontiguousarray(np.moveaxis(steps, 0, -1)).view("<i8")[..., 0]
+    return np.cumsum(words, axis=2, dtype=np.int64).transpose(0, 2, 1)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from dash_attn.problem import CAUSAL, FULL
 from dash_attn.tools.bench.paper import CLAIMS
-from dash_attn.tools.bench.report import absent, blocks, deviations, memory, prices, throughput
+from dash_attn.tools.bench.report import absent, blocks, deviations, hosts, memory, prices, throughput
 from dash_attn.tools.trace.record import load_trace
 from dash_attn.tools.viz.comparison import schedules
 from dash_attn.tools.viz.headline import headline_plot, headline_table, peers
@@ -34,6 +34,7 @@ HEADINGS = {
     "length": "Cost against length",
     "block": "Transformer block",
     "deviation": "Deviation of identical passes",
+    "host": "Host time",
     "audit": "Audit: repeats under stress",
 }
 # The tables of a suite by title; a suite that is not named here has those of TIMED.
@@ -43,6 +44,7 @@ TABLES: dict[str, Tables] = {
     "price": {"Throughput lost by being deterministic": prices},
     "block": {"Times, shares and memory of a block": blocks},
     "deviation": {"Differences by variant": deviations},
+    "host": {"Microseconds until a call returns": hosts},
 }
 ENVIRONMENT = {
     "device": "",
@@ -83,7 +85,7 @@ def _headline(results: Mapping[str, Result]) -> list[Section]:
     if not results:
         return []
     # The price comes from the rows of the grid: they are not counted twice.
-    suites = {heading_of(name): result["rows"] for name, result in results.items() if name != "price"}
+    suites = {heading_of(name): result["rows"] for name, result in results.items() if name not in ("price", "host")}
     table, first = headline_table(suites), _first(results)
     if len(table) == 1:
         return [Section(text=f"{first}.")]
@@ -126,7 +128,7 @@ def _suite(name: str, result: Result, told: str) -> list[Section]:
         for each in peers(result["rows"])
     ]
     ratios = [["ours against", "cells", "geometric mean", "worst", "at"], *compared]
-    if name == "price" or not compared:
+    if name in ("price", "host") or not compared:
         ratios = []
     text = "\n\n".join([text, *absent(result).splitlines()])
     folded = []

@@ -279,6 +279,17 @@ def deviations(result: Mapping[str, Any], theme: Theme) -> Figure:
     return finished(sheet)
 
 
+def hosts(result: Mapping[str, Any], theme: Theme) -> Figure:
+    """How long a small call takes to return."""
+    sheet = new_sheet(result, theme, 1, "Host time of a call whose problem was seen before")
+    (ax,) = sheet.axes
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
+    series = {name: [median(row, name) for row in result["rows"]] for name in names}
+    bars(ax, [row["cell"] for row in result["rows"]], series, "{:.0f}")
+    dressed(ax, theme, "", "microseconds")
+    return finished(sheet)
+
+
 def new_sheet(result: Mapping[str, Any], theme: Theme, panels: int, title: str) -> Sheet:
     """A figure with some panels, titled with the origin of its numbers."""
     across = 1 if theme.narrow else min(2, panels)
@@ -364,4 +375,5 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Theme], Figure]] = {
     "length": lengths,
     "block": blocks,
     "deviation": deviations,
+    "host": hosts,
 }
