@@ -1,7 +1,7 @@
 """Compiled kernels, kept in memory and on disk.
 
-A file's name hashes what its machine code depends on: the config, the kernel's sources and the compiler's version.
-A file appears by renaming, so processes can share a folder.
+The name of a file is a hash of everything that its machine code depends on: the config, the kernel's sources and the
+compiler's version. A file is written under another name and then renamed, so processes can share a folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
 
     prepare: Kernel
     main: Kernel
-    finish: Kernel | None  # None where the last contributor finishes dQ
+    finish: Kernel | None  # None if the last contributor finishes dQ
 
 
 def folder() -> Path:
@@ -98,7 +98,7 @@ def build(kind: str, cfg: KernelConfig) -> Kernel:
 
 
 def shared(cfg: KernelConfig) -> KernelConfig:
-    """The config of the kernels before and after the main one, which depend on the tiles alone."""
+    """The config of the kernels before and after the main one. They depend on the tiles only."""
     return KernelConfig(cfg.columns, cfg.dtype)
 
 
@@ -109,6 +109,6 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 
 @functools.cache
 def kernels(cfg: KernelConfig) -> Kernels:
-    """Compiled at most once in a process, and not at all if the folder has them."""
+    """The kernels of a config. A process compiles them at most once, and not at all if the folder has them."""
     finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
     return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish)

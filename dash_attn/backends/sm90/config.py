@@ -21,7 +21,7 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")  # row 0 of a worker's stamps
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself, because its neighbours are polled too
-MOST_TURNS = 2**16 - 1  # of a q tile: two halves may count in one word
+MOST_TURNS = 2**16 - 1  # of a q tile, because two halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # by padded head dim: from this many keys per query on, "postpass" is faster
 SPARE_REGS = 24  # registers that a consumer thread needs beside its tiles
 
@@ -34,7 +34,7 @@ class KernelConfig:
     change only the speed.
     """
 
-    columns: int  # head dim of the tensors; loads fill a tile with zeros up to `dim` columns, stores drop these
+    columns: int  # head dim of the tensors; loads pad a tile with zeros to `dim` columns, stores drop the padding
     dtype: str = "bf16"
     mask: str = "full"  # how partial tiles are masked: by key length only, causally, or by an interval of each row
     ordered: bool = True  # add each dQ contribution in its turn; otherwise in the order of arrival
@@ -111,7 +111,7 @@ class KernelConfig:
 
     @property
     def tile_regs(self) -> int:
-        """Registers of a consumer thread for tiles: dK, dV, S^T and dP^T in fp32, and K if kept. dQ reuses S^T."""
+        """Registers of a consumer thread for tiles: dK, dV, S^T, dP^T in fp32, and K if kept. dQ uses those of S^T."""
         rows = TILE_N // CONSUMER_WARPGROUPS
         sums = 2 * rows * self.dim // WARPGROUP + 2 * rows * self.tile_m // WARPGROUP
         return sums + self.k_kept * rows * 16 // 2 // WARPGROUP

@@ -1,9 +1,9 @@
-"""The forward of FlashAttention-4, called for a problem seen before without its Python front.
+"""The forward of FlashAttention-4, without the host time of its Python front end.
 
-The front chooses a tile, builds a key and looks up the compiled kernel: 100 us of host time at every call. All of that
-follows from shapes, strides and the problem. So the first call goes through the front and notes the compiled kernel and
-its arguments; later calls with the same shapes and strides hand new tensors to the same kernel. Where the note is not
-what this file expects, every call goes through the front.
+The front end chooses a tile, builds a key and looks up the compiled kernel. That takes 100 us at every call, and the
+result follows from the problem, the shapes and the strides. So the first call uses the front end, and this file records
+the compiled kernel and its arguments. Later calls with the same shapes and strides pass new tensors to the recorded
+kernel. If the record is not what this file expects, every call uses the front end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
 
 class Noted(NamedTuple):
-    """A compiled kernel and what its calls have in common: the arguments behind the tensors."""
+    """A compiled kernel, and the arguments after the tensors, which are the same at every call."""
 
     kernel: Callable[..., Any]
     others: tuple[Any, ...]
@@ -73,7 +73,7 @@ class Fa4Forward:
 
 
 class Recorder:
-    """Stands in for the front's table of compiled kernels and notes which of them this thread calls, with what."""
+    """Replaces the front end's table of compiled kernels, and records which kernels this thread calls, and how."""
 
     _lock = threading.Lock()
 
@@ -110,8 +110,11 @@ class Recorder:
         return noting
 
     def note(self, tensors: tuple[Tensor, ...], how: dict[str, Any]) -> Noted | None:
-        """The one kernel that was called, if its arguments are as expected: first these tensors, then plain values and
-        tensors of the caller. A tensor that the front made would have to be made again on another stream."""
+        """The recorded kernel, or None if the record is not as expected.
+
+        Expected is one call, with these tensors first, then plain values and tensors of the caller. A tensor that the
+        front end has made cannot be reused on another stream.
+        """
         if len(self.calls) != 1:
             return None
         kernel, (args, kwargs) = self.calls[0]
