@@ -106,7 +106,7 @@ class DashCoreAttention(nn.Module):
 
 
 def _window(config: Any, layer: int) -> tuple[int, int] | None:
-    """The window of a layer, numbered from 1. `window_attn_skip_freq` names the layers without one: a step or a list."""
+    """The window of a layer, numbered from 1. `window_attn_skip_freq` names layers without one: a step or a list."""
     sides, skip = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
     if not sides:
         return None

@@ -39,7 +39,7 @@ class DeviceTables:
     def of(
         program: Program, placement: Sequences, rows: Sequence[npt.NDArray[np.int32]], device: torch.device
     ) -> DeviceTables:
-        """Upload the tables in one copy. `rows` are the intervals of the mask's rows, empty if the kernel needs none."""
+        """Upload the tables in one copy. `rows` are the intervals of the rows, empty if the kernel needs none."""
         if program.contributors.max(initial=0) > MOST_TURNS:
             raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
