@@ -173,7 +173,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | int | None, ...]:
-    """The same for tensors (batch, heads, seqlen, dim)."""
+    """flash_forward for tensors (batch, heads, seqlen, dim)."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     lengths = (query.shape[2], key.shape[2])

@@ -1,8 +1,8 @@
 """Masks as values: which (query, key) pairs attend.
 
-Every mask except an explicit tile mask gives each query row one half-open interval of keys, and the intersection of two
-intervals is an interval. So a mask is two integers a row, which is all that tiling, the CPU backend and the GPU kernel
-ask for.
+A mask gives each query row one half-open interval of keys: two integers a row. The intersection of two intervals is an
+interval too. The backends read these integers and nothing else. Only an explicit tile mask adds more: a matrix of
+allowed tiles, which tiling reads.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 # A large tile makes the interpreter's share of a task small. A small tile keeps the scores in the cache and has fewer
-# masked pairs. These sizes were the fastest for tensors (2, 2048, 8, 64). Rows that see LONG keys get the larger tile.
+# masked pairs. These sizes are the fastest on tensors (2, 2048, 8, 64). Rows that see LONG keys get the larger tile.
 LONG = 2048
 SIDE, LONG_SIDE = 256, 512
 

@@ -59,8 +59,8 @@ class Worker(Thread):
 
     def run(self) -> None:
         try:
-            # The first call that needs the number of threads copies the process's number. It must come before the
-            # setting, or it would undo it.
+            # The first call that needs the number of threads copies the process's number. The copy must happen before
+            # set_num_threads, because it would undo that setting.
             torch.get_num_threads()
             torch.set_num_threads(1)
             self._ready.release()

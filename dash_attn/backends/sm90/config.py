@@ -93,7 +93,7 @@ class KernelConfig:
     def counters(self) -> tuple[int, int]:
         """Turnstile counters of a q tile, and the words of each.
 
-        Wide counters lie in memory borrowed from dQ (see launch.Workspace). Contributors that finish dQ themselves
+        Wide counters lie in memory borrowed from dQ (see workspace.py). Contributors that finish dQ themselves
         write to that memory early, so such a config has one word for a tile. Split turns then count in its halves.
         """
         return (1, 1) if self.last_finishes else (2 if self.split else 1, COUNTER_WORDS)
@@ -134,7 +134,7 @@ class KernelConfig:
             yield "debug and trace are separate builds: choose one"
         if self.split and self.sum_parts[0] != self.sum_parts[1]:
             yield f"split turns need equal halves, and those of head dim {self.columns} differ"
-        words, pairs = self.tile_m // 4, self.tile_m // 8  # of P, and of LSE or delta, that a thread has
+        words, pairs = self.tile_m // 4, self.tile_m // 8  # words of P, and pairs of LSE or delta, of one thread
         if not 0 <= self.p_early <= words:
             yield f"p_early {self.p_early}: a thread has {words} words of P"
         if self.p_early and not self.delta_ahead:

@@ -77,7 +77,7 @@ class Launch:
         else:
             stats = tuple(workspace)
         if q.is_cuda and (stream := torch._C._cuda_getCurrentRawStream(q.device.index)) not in self._streams:
-            # Another stream copied the tables: their memory must outlast this stream's use of it.
+            # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
             self.tables.chains.record_stream(torch.cuda.current_stream(q.device))
             self._streams.add(stream)
         if self.clears:

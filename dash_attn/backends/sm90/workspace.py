@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .config import KernelConfig
 
-KEPT_FLOATS = 1 << 22  # the largest dQ whose workspace is kept, which is then about 17 MB
+KEPT_FLOATS = 1 << 22  # elements of the largest dQ whose workspace is kept (about 17 MB)
 
 
 class Workspace(NamedTuple):
