@@ -141,7 +141,7 @@ def train(setup: Setup, data: Tensor) -> Run:
 
 
 def parting(first: Run, second: Run) -> tuple[int, list[str]] | None:
-    """The first step after which weights differ, and the names of these weights. None if no weight ever differs."""
+    """The first step after which weights differ, and their names. None if no weight ever differs."""
     for step, (a, b) in enumerate(zip(first.digests, second.digests, strict=True)):
         different = [name for name in a if a[name] != b[name]]
         if different:
