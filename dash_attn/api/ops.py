@@ -142,7 +142,6 @@ def _prepared(
     return recall(key, checked)
 
 
-@torch.compiler.assume_constant_result
 def _hex(bits: bytes) -> str:
-    """torch.compile knows bytes as constants, and none of their methods."""
-    return bits.hex()
+    """torch.compile takes bytes as constants, but traces none of their methods."""
+    return "".join([f"{byte:02x}" for byte in bits])
