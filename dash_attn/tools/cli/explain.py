@@ -31,11 +31,19 @@ def explain(
     if as_json:
         emit(facts)
         return
-    if "critical_path" in facts:
-        path = facts["critical_path"]
-        facts["critical_path"] = ", ".join([*path[:3], "...", *path[-1:]] if len(path) > 4 else path)
     title = f"{problem.batch} x {problem.seqlen} tokens, {problem.heads} heads, head dim {problem.head_dim}"
-    console().print(fact_table(facts, title))
+    console().print(fact_table({name: brief(value) for name, value in facts.items()}, title))
+
+
+def brief(value: Any) -> object:
+    """A fact for people: few digits, the ends of a long list."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {brief(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join([*value[:3], "...", *value[-1:]] if len(value) > 4 else value)
+    return value
 
 
 def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict[str, Any]:

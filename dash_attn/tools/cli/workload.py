@@ -53,7 +53,7 @@ class ProblemOptions:
     dtype: Annotated[
         str | None, Option("--dtype", help="bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]")
     ] = None
-    backend: Annotated[str, Option("--backend", help="whose tiles: sm90 (Hopper GPUs, need not be here) or cpu")] = (
+    backend: Annotated[str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")] = (
         "sm90"
     )
 
