@@ -20,6 +20,7 @@ from dash_attn.tools.cli.workload import (
     ProblemOptions,
     TileOptions,
     Workload,
+    parse_names,
 )
 from dash_attn.verify import verify
 
@@ -86,7 +87,7 @@ def compare(
     workload = Workload(problem, tiles)
     count, chosen = workload.workers(model.workers), workload.model(model)
     with working("planning and simulating"):
-        names = applicable(workload.tiling()) if policy is None else policy.split(",")
+        names = applicable(workload.tiling()) if policy is None else parse_names(policy)
         programs = [workload.program(name) for name in names]
         rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:

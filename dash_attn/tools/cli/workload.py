@@ -24,6 +24,15 @@ TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
 SMS = 132  # of an H100 or H200
 ORDERS = f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64"
 
+# What the options for a problem mean, in every command.
+SEQLEN = "tokens of a sequence"
+BATCH = "sequences"
+HEADS = "query heads"
+KV_HEADS = "key/value heads [default: as many as --heads]"
+HEAD_DIM = "columns of a head"
+DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
+DTYPES = ("bfloat16", "float16", "float32")
+
 PolicyOption = Annotated[str, Option("--policy", help=f"the order: {ORDERS}")]
 PoliciesOption = Annotated[
     str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: all that apply]")
@@ -45,17 +54,15 @@ class ProblemOptions:
         str | None,
         Option("--window", help="LEFT,RIGHT: keys before and after a query that it sees, in tokens; -1 for no limit"),
     ] = None
-    seqlen: Annotated[int | None, Option("--seqlen", help="tokens of a sequence")] = None
-    batch: Annotated[int, Option("--batch", help="sequences")] = 1
-    heads: Annotated[int, Option("--heads", help="query heads")] = 1
-    kv_heads: Annotated[int | None, Option("--kv-heads", help="key/value heads [default: as many as --heads]")] = None
-    head_dim: Annotated[int, Option("--head-dim", help="columns of a head")] = 128
-    dtype: Annotated[
-        str | None, Option("--dtype", help="bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]")
-    ] = None
-    backend: Annotated[str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")] = (
-        "sm90"
-    )
+    seqlen: Annotated[int | None, Option("--seqlen", help=SEQLEN)] = None
+    batch: Annotated[int, Option("--batch", help=BATCH)] = 1
+    heads: Annotated[int, Option("--heads", help=HEADS)] = 1
+    kv_heads: Annotated[int | None, Option("--kv-heads", help=KV_HEADS)] = None
+    head_dim: Annotated[int, Option("--head-dim", help=HEAD_DIM)] = 128
+    dtype: Annotated[str | None, Option("--dtype", help=DTYPE)] = None
+    backend: Annotated[
+        str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")
+    ] = "sm90"
 
     def mask_value(self) -> Mask:
         return parse_mask(self.mask) & parse_window(self.window)
@@ -64,9 +71,7 @@ class ProblemOptions:
         """The problem, or one of another length with the same heads."""
         if self.backend not in BACKENDS:
             raise ValueError(f"--backend {self.backend!r}: choose from {', '.join(BACKENDS)}")
-        dtype = self.dtype or BACKENDS[self.backend]
-        if dtype not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"--dtype {dtype!r}: choose from bfloat16, float16, float32")
+        dtype = check_dtype(self.dtype) or BACKENDS[self.backend]
         tokens = self.seqlen if length is None else length
         if tokens is None or tokens < 1:
             raise ValueError(f"--seqlen must be at least 1, got {tokens}")
@@ -155,6 +160,12 @@ class Workload:
         return SMS
 
 
+def check_dtype(given: str | None) -> str | None:
+    if given not in (None, *DTYPES):
+        raise ValueError(f"--dtype {given!r}: choose from {', '.join(DTYPES)}")
+    return given
+
+
 def check_workers(given: int | None) -> None:
     if given is not None and given < 1:
         raise ValueError(f"--workers must be at least 1, got {given}")
@@ -204,6 +215,11 @@ def parse_window(text: str | None) -> Mask:
     if len(sides) != 2:
         raise ValueError(f"--window {text!r}: expected LEFT,RIGHT, for example 512,0")
     return window(*sides)
+
+
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def _whole_numbers(option: str, text: str, numbers: str) -> list[int]:

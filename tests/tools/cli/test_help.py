@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from dash_attn.tools.bench.suites import SUITES
 from dash_attn.tools.cli.main import app, main
 
 GROUP: Any = typer.main.get_command(app)
@@ -54,14 +55,21 @@ def test_no_help_text_is_cut(name: str, capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_word_means_the_same_in_every_command() -> None:
-    """Of two commands that take an option of the same name, both take it from one definition."""
-    shared = ("mask", "window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend")
+    """Commands that take an option of the same name take it from one definition. A command that runs several shapes
+    at once says how to give several."""
+    shared = ("window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend", "workers", "model")
     seen: dict[str, set[tuple[Any, ...]]] = {}
-    for _, option in options():
-        if option.name in (*shared, "q_tiles", "kv_tiles", "model"):
-            seen.setdefault(option.name, set()).add((tuple(option.opts), option.type.name, option.help))
+    for name, option in options():
+        if option.name in (*shared, "q_tiles", "kv_tiles") and (name, option.name) != ("verify", "workers"):
+            meaning = option.help.removesuffix("; several with commas")
+            seen.setdefault(option.name, set()).add((tuple(option.opts), meaning))
     assert seen.keys() >= set(shared)
     assert all(len(meanings) == 1 for meanings in seen.values()), seen
+
+
+def test_every_suite_is_named() -> None:
+    (suite,) = [option for name, option in options() if (name, option.name) == ("bench", "suite")]
+    assert squeezed(", ".join(SUITES)) in squeezed(suite.help)
 
 
 def test_options_are_spelled_alike() -> None:
