@@ -88,7 +88,7 @@ def compare(
     count, chosen = workload.workers(model.workers), workload.model(model)
     with working("planning and simulating"):
         names = applicable(workload.tiling()) if policy is None else parse_names(policy)
-        programs = [workload.program(name) for name in names]
+        programs = [verify(workload.program(name)) for name in names]
         rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:
         from dash_attn.tools import viz
@@ -98,5 +98,5 @@ def compare(
         emit(rows)
         return
     size = f"{problem.heads} heads, {count} workers, {chosen.name} model"
-    console().print(policy_table(rows, f"{programs[0].mask} mask, {size}"))
+    console().print(policy_table(rows, f"{programs[0].program.mask} mask, {size}"))
     wrote([html])
