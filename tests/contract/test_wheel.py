@@ -56,13 +56,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel in it, and links to the packages of this one that the core asks for."""
     folder = tmp_path_factory.mktemp("environment")
-    checked(sys.executable, "-m", "venv", "--without-pip", folder)
+    checked(sys.executable, "-m", "venv", folder)
     place = {"base": str(folder), "platbase": str(folder)}
     packages = Path(sysconfig.get_path("purelib", "venv", place))
     for source in {path for name in needed(CORE) for path in top_level(name)}:
-        (packages / source.name).symlink_to(source)
-    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "--disable-pip-version-check")
-    checked(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
+        if not (packages / source.name).exists():  # a new environment has pip, and may have setuptools
+            (packages / source.name).symlink_to(source)
+    checked(folder / "bin" / "python", "-I", "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
     return folder
 
 

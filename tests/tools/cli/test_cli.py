@@ -1,18 +1,22 @@
 """The command line: its contract for scripts, and one clear line for every mistake."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import dash_attn
+from dash_attn.api.explain import Explanation
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.program import Program, load, save
 from dash_attn.simulate import CLOSED_FORMS, Machine
 from dash_attn.tiling import TileShape, tile
+from dash_attn.tools import missing_package
 from dash_attn.tools.cli.main import main
 from dash_attn.tools.trace.record import save_trace
 from tests.tools.trace.synthetic import program_of, synthetic
@@ -222,3 +226,28 @@ def test_module_entry_point_and_version():
     assert done.stdout.strip() == dash_attn.__version__
     done = subprocess.run([sys.executable, "-m", "dash_attn"], capture_output=True, text=True)
     assert done.returncode == 0 and "simulate" in done.stdout
+
+
+def test_a_missing_package_exits_1_with_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    code, out, err = run(capsys, "search", "--exact", "--q-tiles", 2)
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "pip install 'dash-attn[tools]'" in err
+    absent = ModuleNotFoundError("No module named 'matplotlib.pyplot'", name="matplotlib.pyplot")
+    assert "matplotlib" in missing_package(absent) and "dash-attn[tools]" in missing_package(absent)
+    assert missing_package(ModuleNotFoundError("no cutlass here", name="cutlass")) == "no cutlass here"
+
+
+def test_the_reference_names_every_field(capsys, tmp_path):
+    path = tmp_path / "program.npz"
+    small = ["--q-tiles", 2, "--json"]
+    answers = [
+        run(capsys, "simulate", *small, "--save", path),
+        run(capsys, "compare", *small),
+        run(capsys, "verify", path, "--json"),
+        run(capsys, "explain", "--seqlen", 256, "--heads", 1, "--json"),
+    ]
+    values = [json.loads(out) for _, out, _ in answers]
+    fields = {name for value in values for row in (value if isinstance(value, list) else [value]) for name in row}
+    reference = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    explained = {field.name for field in dataclasses.fields(Explanation)}  # listed as those of dash_attn.explain
+    assert not {name for name in fields - explained if f"`{name}`" not in reference}
