@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -53,3 +54,8 @@ def test_an_import_loads_nothing_heavy_and_a_backward_only_numba() -> None:
 def test_the_package_adds_little_to_the_import_of_torch() -> None:
     fastest = min(float(run(TIMED)) for _ in range(5))
     assert fastest <= LIMIT, f"{fastest:.3f} s of processor time"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = f"import sys, dash_attn.tools.cli.main; print([x for x in ('torch', *{HEAVY}) if x in sys.modules])"
+    assert ast.literal_eval(run(code)) == ["rich", "typer"]
