@@ -20,12 +20,13 @@ from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import child, watch
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
-from dash_attn.tools.bench.audit.command import main, shown
 from dash_attn.tools.bench.audit.compare import bits, differences, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
 from dash_attn.tools.bench.audit.watch import Hear, Heard, _note, watched
 from dash_attn.tools.bench.record import write_json
+from dash_attn.tools.cli.audit import shown
+from dash_attn.tools.cli.main import main as dash_attn_command
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
 CPU = torch.device("cpu")
@@ -278,13 +279,20 @@ def test_targets() -> None:
         (["--at-once", "0"], "--at-once"),
         (["--target", "nope"], "nope"),
         (["--step", "nowhere.pt"], "nowhere.pt"),
-        (["--step", "nowhere.pt", "--causal"], "own shape"),
+        (["--step", "nowhere.pt", "--mask", "causal"], "own shape"),
         (["--seqlen", "many"], "whole numbers"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        main(arguments)
+def test_mistakes_are_named(arguments: list[str], says: str, capsys) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def main(arguments: list[str]) -> int:
+    """`dash-attn audit`: its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        dash_attn_command(["audit", *arguments])
+    return int(stop.value.code or 0)
 
 
 def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:
