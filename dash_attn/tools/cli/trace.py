@@ -26,12 +26,15 @@ class TraceFiles:
     html: Annotated[Path | None, Option("--html", help="write an interactive page, measured over simulated")] = None
     perfetto: Annotated[Path | None, Option("--perfetto", help="write a trace for ui.perfetto.dev")] = None
 
-    def write(self, trace: Trace, traced: Traced) -> None:
+    def keep(self, trace: Trace) -> None:
         from dash_attn.tools.trace.record import save_trace
-        from dash_attn.tools.viz import perfetto
 
         if self.save is not None:
             save_trace(trace, self.save)
+
+    def draw(self, trace: Trace, traced: Traced) -> None:
+        from dash_attn.tools.viz import perfetto
+
         if self.html is not None:
             write_page(trace, traced, self.html)
         if self.perfetto is not None:
@@ -49,12 +52,14 @@ def trace_command(
     as_json: Json = False,
 ) -> None:
     """Show what the GPU did: every task of one backward in time, SM by SM, with stalls and bubbles summed."""
+    trace = traced_here(problem, policy) if file is None else read(file)
+    out.keep(trace)  # first of all: a GPU is not always at hand again
+
     from dash_attn.tools.viz.traced import Traced
 
-    trace = traced_here(problem, policy) if file is None else read(file)
     traced = Traced.of(trace)
     facts = facts_of(trace, traced)
-    out.write(trace, traced)
+    out.draw(trace, traced)
     if as_json:
         emit(facts)
         return
