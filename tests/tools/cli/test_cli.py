@@ -18,7 +18,7 @@ from dash_attn.simulate import CLOSED_FORMS, Machine
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import missing_package
 from dash_attn.tools.cli.main import main
-from dash_attn.tools.trace.record import save_trace
+from dash_attn.tools.trace.record import load_trace, save_trace
 from tests.tools.trace.synthetic import program_of, synthetic
 
 
@@ -42,8 +42,9 @@ def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path):
     assert "measured, level" in page and "simulated, level" in page
     names = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert any(name.startswith("reduce") for name in names)
-    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", "--json")
+    code, out, _ = run(capsys, "trace", tmp_path / "events.npz", "--json", "--save", tmp_path / "copy.npz")
     assert json.loads(out)["model"]["compute"] == pytest.approx(2.0)
+    assert (load_trace(tmp_path / "copy.npz").events == trace.events).all()
 
 
 def test_tracing_without_a_gpu_says_what_to_do(capsys, monkeypatch):
