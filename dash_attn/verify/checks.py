@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from dash_attn.jit import compiled
 from dash_attn.launch import place
 from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, TaskArrays, play
-from dash_attn.program.program import CHAIN_NAME
+from dash_attn.program.program import CHAIN_NAME, Longs
 from dash_attn.program.replay import PASSED, STUCK
 from dash_attn.tiling import TileState
 
@@ -175,8 +176,7 @@ COVERED, TWICE, EMPTY, FLAG, MISSED = range(5)
 def _check_cover(program: Program) -> None:
     """Each chain visits each of its non-empty tiles once per query head of its group, with the right mask flag."""
     g = program.geometry
-    state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
-    _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
+    state, needed = tile_states(program)
     fault, chain, run, offset = (int(x) for x in _cover(program.chains, program.runs, state, needed, g.group))
     if fault == COVERED:
         return
@@ -193,6 +193,15 @@ def _check_cover(program: Program) -> None:
         FLAG: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
     }[fault]
     raise VerifyError(message, (task,))
+
+
+def tile_states(program: Program) -> tuple[npt.NDArray[np.int8], Longs]:
+    """What the tile table says: the TileState of each tile (kv tiles x q tiles), and how many tiles of each kv tile are
+    not empty."""
+    g = program.geometry
+    state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
+    _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
+    return state, needed
 
 
 @compiled
