@@ -96,9 +96,10 @@ def reason(error: Exception) -> str:
 
 def read_header(archive: zipfile.ZipFile) -> dict[str, Any]:
     text = read_array(archive, "header", HEADER_BYTES)
-    if text.dtype.kind != "U" or text.shape != ():
+    if not text.dtype.str.startswith("<U") or text.shape != ():
         raise ValueError("its header is no text")
-    header = json.loads(str(text))
+    # numpy would take any 32-bit number for a letter; Python's own strings break on such letters.
+    header = json.loads(text.tobytes().decode("utf-32-le").rstrip("\0"))
     if not isinstance(header, dict) or not isinstance(header["geometry"], dict):
         raise ValueError("its header is no object with a geometry")
     return header

@@ -226,6 +226,17 @@ def test_an_array_is_as_long_as_its_prefix_says(tmp_path: Path) -> None:
         assert peak_of_loading(tmp_path / "p.npz") < 2e6
 
 
+def test_letters_that_are_none(tmp_path: Path) -> None:
+    """numpy stores text as 32-bit numbers, and gives numbers that are no letters to Python unchecked."""
+    content = parts(sample(), tmp_path / "p.npz")
+    letters = np.array(json.dumps(content["header"])).reshape(1).view(np.uint32).copy()
+    letters[letters == ord("k")] = 0xFFFFFFF0
+    text = letters.view(f"<U{len(letters)}").reshape(())
+    np.savez_compressed(tmp_path / "p.npz", **{**content, "header": text})
+    with pytest.raises(ValueError, match="is no dash_attn program"):
+        load(tmp_path / "p.npz")
+
+
 @pytest.mark.parametrize("how", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_other_compressions_are_refused(how: int, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "p.npz", "w", how) as archive:
