@@ -84,6 +84,24 @@ def load(path: str | Path, limits: Limits = LIMITS) -> Program:
     return program
 
 
+def load_extra(path: str | Path, most_bytes: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
+    """Arrays that `save` stored beside the tables. Each name has its most bytes; absent names are left out."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            present = {name: most for name, most in most_bytes.items() if f"{name}.npy" in archive.namelist()}
+            return {name: read_array(archive, name, most) for name, most in present.items()}
+    except Exception as error:
+        raise ValueError(f"{path} is damaged: {reason(error)}") from error
+
+
+def text_of(array: npt.NDArray[Any]) -> str:
+    """The text that numpy has stored in an array. ValueError if it is none."""
+    if not array.dtype.str.startswith("<U") or array.shape != ():
+        raise ValueError("text is expected")
+    # numpy would take any 32-bit number for a letter; Python's own strings break on such letters.
+    return array.tobytes().decode("utf-32-le").rstrip("\0")
+
+
 def reason(error: Exception) -> str:
     """An error on one short line, whatever a file made it say."""
     text = f"it has no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
@@ -95,11 +113,7 @@ def reason(error: Exception) -> str:
 
 
 def read_header(archive: zipfile.ZipFile) -> dict[str, Any]:
-    text = read_array(archive, "header", HEADER_BYTES)
-    if not text.dtype.str.startswith("<U") or text.shape != ():
-        raise ValueError("its header is no text")
-    # numpy would take any 32-bit number for a letter; Python's own strings break on such letters.
-    header = json.loads(text.tobytes().decode("utf-32-le").rstrip("\0"))
+    header = json.loads(text_of(read_array(archive, "header", HEADER_BYTES)))
     if not isinstance(header, dict) or not isinstance(header["geometry"], dict):
         raise ValueError("its header is no object with a geometry")
     return header
