@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import FORMAT, TABLES, Chain, Program, Run, load, save
-from dash_attn.program.codec import Limits
+from dash_attn.program import FORMAT, TABLES, Chain, Limits, Program, Run, load, save
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
