@@ -34,7 +34,8 @@ class Limits:
     tiles: int = 2**28  # of one plane
     sums: int = 2**23  # dQ tiles of all planes
     chain_visits: int = 2**20  # of one chain
-    visits: int = 2**28  # of all chains, those that share their runs counted once
+    visits: int = 2**28  # of all runs: what the fingerprint unrolls
+    tasks: int = 2**30  # of all chains: what `verify` plays through
 
 
 LIMITS = Limits()
@@ -194,8 +195,11 @@ def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -
     first, count = (chains[:, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
     if len(chains) and (min(first.min(), count.min()) < 0 or (first + count).max() > len(runs)):
         raise ValueError("a chain names runs that do not exist")
-    if (visits[first + count] - visits[first]).max(initial=0) > geometry.group * geometry.num_q:
+    tasks = visits[first + count] - visits[first]
+    if tasks.max(initial=0) > geometry.group * geometry.num_q:
         raise ValueError("a chain has more tasks than tiles")
+    if tasks.sum() > limits.tasks:
+        raise ValueError(f"it has {tasks.sum()} tasks, the limit is {limits.tasks}")
     parts = np.unique(np.stack([first, first + count], 1)[count > 0], axis=0)
     if (parts[1:, 0] < parts[:-1, 1]).any():
         raise ValueError("chains share some of their runs but not all")

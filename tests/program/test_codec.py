@@ -250,9 +250,11 @@ def test_limits_can_be_set(tmp_path: Path) -> None:
     assert load(tmp_path / "p.npz", Limits(table_bytes=program.nbytes)).nbytes == program.nbytes
     unrolled, g = int(program.runs[:, Run.COUNT].sum()), program.geometry
     assert load(tmp_path / "p.npz", Limits(visits=unrolled, tiles=g.num_q * g.num_kv, sums=g.num_targets))
+    assert load(tmp_path / "p.npz", Limits(tasks=program.num_tasks))
     tight = (
         Limits(table_bytes=program.nbytes // 2),
         Limits(visits=unrolled - 1),
+        Limits(tasks=program.num_tasks - 1),
         Limits(tiles=g.num_q * g.num_kv - 1),
         Limits(sums=g.num_targets - 1),
         Limits(chain_visits=g.group * g.num_q - 1),
