@@ -8,6 +8,7 @@ Most mutants get the fingerprint of what they hold, so that they come past the f
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
 import random
@@ -66,10 +67,14 @@ Content = dict[str, Any]
 Mutation = Callable[[Content, random.Random], None]
 
 
+def any_value(rng: random.Random) -> Any:
+    return copy.copy(rng.choice(VALUES))  # a later mutation may change it
+
+
 def change_geometry(content: Content, rng: random.Random) -> None:
     geometry = content["header"]["geometry"]
     for name in rng.sample(sorted(geometry), rng.choice((1, 1, 2))):
-        geometry[name] = rng.choice((geometry[name] + rng.choice((-1, 1, 2)), 2 * geometry[name], rng.choice(VALUES)))
+        geometry[name] = rng.choice((geometry[name] + rng.choice((-1, 1, 2)), 2 * geometry[name], any_value(rng)))
 
 
 def change_header(content: Content, rng: random.Random) -> None:
@@ -78,7 +83,7 @@ def change_header(content: Content, rng: random.Random) -> None:
     if rng.random() < 0.2:
         place.pop(name, None)
     else:
-        place[name] = rng.choice(VALUES)
+        place[name] = any_value(rng)
 
 
 def change_numbers(content: Content, rng: random.Random) -> None:
