@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import cached_property, lru_cache
 
 import torch
@@ -40,30 +39,33 @@ class Prepared:
         Packed tensors (tokens, heads, dim) give out (tokens, heads, dim) and lse (heads, tokens). A row that sees no
         key has out = 0 and lse = -inf.
         """
-        if q.ndim == 3:
+        if q.dim() == 3:
             out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
             return out.squeeze(0), lse.squeeze(0)
         if self.is_empty:
             lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
             return q.new_zeros(q.shape), lse
-        self._stays_if_captured(q)
-        with _without_autocast(q):
+        if self._is_plain(q):
+            return self.run_forward(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
             return self.run_forward(q, k, v)
 
     def backward(self, operands: Operands, into: Gradients | None = None) -> Gradients:
         """The gradients, written to `into` if given. Shapes are as in `forward`."""
         if into is None:
             into = Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[1:4]])
-        if operands.q.ndim == 3:
+        if operands.q.dim() == 3:
             self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
             return into
         if self.is_empty:
             for grad in into:
                 grad.zero_()
             return into
-        self._stays_if_captured(operands.q)
-        with _without_autocast(operands.q):
+        if self._is_plain(operands.q):
             self.run_backward(operands, into)
+        else:
+            with torch.autocast(operands.q.device.type, enabled=False):
+                self.run_backward(operands, into)
         return into
 
     @cached_property
@@ -71,10 +73,16 @@ class Prepared:
         """There is no query or no key: nothing is launched."""
         return not (self.problem.len_q and self.problem.len_k)
 
-    def _stays_if_captured(self, q: Tensor) -> None:
-        """Keep this object for ever if a CUDA graph is captured, because the graph reads its tables at every replay."""
-        if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            _captured.add(self)
+    def _is_plain(self, q: Tensor) -> bool:
+        """False under autocast, which would round float32 sums and must be turned off.
+
+        While a CUDA graph is captured, this object is kept for ever: the graph reads its tables at every replay.
+        """
+        if q.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                _captured.add(self)
+            return not torch.is_autocast_enabled("cuda")
+        return not torch.is_autocast_enabled(q.device.type)
 
 
 _captured: set[Prepared] = set()
@@ -84,12 +92,3 @@ _captured: set[Prepared] = set()
 def prepare(problem: Problem, policy: str, options: Options, like: torch.device) -> Prepared:
     """Make the problem ready for tensors on the device `like`. Equal arguments give the same object."""
     return Prepared(problem, policy, options, backend_for(like))
-
-
-def _without_autocast(x: Tensor) -> nullcontext[None] | torch.autocast:
-    """Turn autocast off, because it would round float32 sums."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
-
-
-_NOTHING = nullcontext()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -52,6 +53,10 @@ class Attention(torch.autograd.Function):
             dq, dk, dv = ctx.prepared.backward(operands)
         for_q, for_k, for_v, _ = ctx.needs_input_grad
         return dq if for_q else None, dk if for_k else None, dv if for_v else None, None
+
+
+# Function.apply itself first handles the transforms of torch.func, which do not come here.
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Attention).apply
 
 
 class TracedAttention(torch.autograd.Function):
@@ -206,20 +211,27 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         _ = prepared.plan  # a problem that cannot be ordered is an error here, not later in the backward
-    if torch._C._len_torch_dispatch_stack() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+    if _is_watched(q, k, v):
         return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
-    out, lse = Attention.apply(q, k, v, prepared)  # type: ignore[no-untyped-call]
-    return out, lse
+    return _apply(q, k, v, prepared)
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether somebody looks at operators: a dispatch mode, a transform of torch.func or a tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(type(x) not in PLAIN for x in tensors)
 
 
 def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:
     """The checked and prepared problem of a call. A call that is like an earlier one is not checked again."""
 
     def checked() -> Prepared:
+        problem = problem_of(q, k, v, asked)
         options = Options(wants_determinism(asked.deterministic), asked.sm_margin)
-        return prepare(problem_of(q, k, v, asked), asked.policy, options, q.device)
+        return prepare(problem, asked.policy, options, q.device)
 
     try:
         key = (traits(q), traits(k), traits(v), asked.key())

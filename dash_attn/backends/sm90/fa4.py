@@ -44,13 +44,14 @@ class Fa4Forward:
             "window_size_right": None if mask.right == 0 else mask.right,
             "return_lse": True,
         }
-        packed, tokens = mask.documents is not None, problem.batch * problem.len_q
-        self.lse_shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
+        self.packed, tokens = mask.documents is not None, problem.batch * problem.len_q
+        self.lse_shape = (problem.heads_q, tokens) if self.packed else (problem.batch, problem.heads_q, problem.len_q)
         self._noted: dict[tuple[object, ...], Noted | None] = {}  # by device and strides
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.problem.mask.documents is None:
+        if not self.packed:
             return self._run(q, k, v, self.how)
+        assert self.problem.mask.documents is not None
         packing = packing_of(self.problem.mask.documents, self.problem.batch, q.device)
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return unpacked(self.problem, *self._run(q, k, v, self.how | packing._asdict()))
@@ -68,7 +69,7 @@ class Fa4Forward:
             return out, lse
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
-        noted.kernel(q.detach(), k.detach(), v.detach(), out, lse, *noted.others)
+        noted.kernel(q, k, v, out, lse, *noted.others)
         return out, lse
 
 
