@@ -3,8 +3,8 @@ PYTHON ?= python3
 
 VENV  := .venv
 BIN   := $(VENV)/bin
-# Newer than pyproject.toml and constraints.txt once the environment matches them: what the package needs to run,
-# and what its tests need beside (the kernel compiler, Transformers, linters), which is most of the download.
+# Newer than pyproject.toml and constraints.txt once the environment matches them: STAMP for the package with its tools,
+# TESTS for what its tests need beside (the kernel compiler, Transformers, linters), which is most of the download.
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
@@ -28,14 +28,14 @@ env: $(TESTS)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "dash_attn needs Python 3.10 or later; try: make PYTHON=python3.12 ..." >&2; exit 1; }
-	@echo "Installing dash-attn and its pinned dependencies into $(VENV): a minute or two the first time."
+	@echo "Installing dash-attn, its tools and their pinned dependencies into $(VENV): a minute or two the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) -e .
+	@$(PIP) -e '.[tools]'
 	@touch $@
 
 $(TESTS): $(STAMP)
 	@echo "Installing what the tests need: another minute or two the first time."
-	@$(PIP) -e '.[dev,hf,search]'
+	@$(PIP) -e '.[tools,dev,hf]'
 	@touch $@
 
 demo: $(STAMP)

@@ -33,12 +33,12 @@ def order(tokens: int, heads: int, mask: str, policy: str) -> Program:
 def seconds(program: Program, model: str, repeats: int = 3) -> float:
     """Of the fastest run on one core, every event kept; the first run, which may compile, is left out."""
     simulate(program, WORKERS, MODELS[model])
-    found = []
+    times = []
     for _ in range(repeats):
         begin = time.perf_counter()
         simulate(program, WORKERS, MODELS[model])
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def peak_gb() -> float:

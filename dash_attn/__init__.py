@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CAUSAL",
@@ -41,8 +41,8 @@ _HOME = {
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'dash_attn' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOME[name]), name)  # next time it is not asked here
-    return found
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)  # the next lookup does not come here
+    return value
 
 
 def __dir__() -> list[str]:

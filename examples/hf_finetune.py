@@ -2,8 +2,8 @@
 
 python examples/hf_finetune.py [--steps 20] [--device cuda] [--model folder-or-name]
 
-Without --model it is a small Llama with random weights, and nothing is downloaded. The text is the source of dash_attn,
-one token a byte.
+Without --model, the model is a small Llama with random weights, and nothing is downloaded. The text is the source of
+dash_attn, one token a byte.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
             torch.manual_seed(0)
             LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).save_pretrained(name)
         first, second = (finetune(name, given.steps, given.device, folder) for _ in range(2))
-    # As bytes: numbers would take 0 and -0 for the same, and NaN for different from itself.
+    # Compare bytes, because as numbers 0 equals -0, and NaN differs from itself.
     raw = [{name: weight.view(torch.uint8) for name, weight in weights.items()} for weights in (first, second)]
     different = [name for name in first if not torch.equal(raw[0][name], raw[1][name])]
     if different:

@@ -1,7 +1,7 @@
-"""dash_attn in torchtitan, by its override mechanism: docs/torchtitan.md
+"""dash_attn in torchtitan, as config overrides. docs/torchtitan.md has the recipe.
 
-Put this file where Python finds it, take a config with varlen attention, and add to its `override.imports`
-"torchtitan_dash.dash_attention" and, for selective checkpointing, "torchtitan_dash.keep_attention".
+Put this file on Python's path and take a config with varlen attention. Add "torchtitan_dash.dash_attention" to its
+`override.imports`. For selective checkpointing add "torchtitan_dash.keep_attention" too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import dash_attn
 
 
 class DashAttention(VarlenAttention):
-    """VarlenAttention of packed documents with dash_attn's kernel; it needs no FlashAttention 3."""
+    """VarlenAttention with dash_attn's kernel. It does not need FlashAttention 3."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         policy: str = "auto"
 
     def __init__(self, config: Config) -> None:
-        super(VarlenAttention, self).__init__()  # VarlenAttention's own would activate FlashAttention 3
+        super(VarlenAttention, self).__init__()  # VarlenAttention.__init__ would activate FlashAttention 3
         self.window_size, self.policy = config.window_size, config.policy
 
     def forward(
@@ -41,10 +41,10 @@ class DashAttention(VarlenAttention):
         attention_masks: VarlenMetadata,
         scale: float | None = None,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
-        enable_gqa: bool = False,  # read from the shapes
+        enable_gqa: bool = False,  # not needed: the shapes say it
     ) -> Tensor:
         if out_transform is not None:
-            # It would want the gradient of the log-sum-exp, which attention does not give.
+            # out_transform needs the gradient of the log-sum-exp, which attention does not give.
             raise NotImplementedError("out_transform was given (attention sinks): use varlen attention as it is")
         with spmd.no_typecheck():
             out = dash_attn.attention(
@@ -61,14 +61,14 @@ class DashAttention(VarlenAttention):
 
 
 class KeepAttention(SelectiveAC):
-    """Selective checkpointing that keeps what attention gave instead of computing it again."""
+    """Selective checkpointing that keeps the output of attention instead of recomputing it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
         pass
 
     def get_save_ops(self) -> set:
-        # super() without arguments does not work here, where slots=True has made another class of this name.
+        # super() without arguments fails here, because slots=True makes a second class of this name.
         return SelectiveAC.get_save_ops(self) | {torch.ops.dash_attn.forward.default}
 
 

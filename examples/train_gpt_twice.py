@@ -1,11 +1,11 @@
 """Trains a small GPT twice from one seed and compares every weight after every step, bit for bit. Downloads nothing.
 
 python examples/train_gpt_twice.py                        both runs are the same, on a CPU in under a minute
-python examples/train_gpt_twice.py --second-policy fa3    another fixed order: as good, but the runs part
-python examples/train_gpt_twice.py --non-deterministic    gradients added as they come: the runs part by chance
+python examples/train_gpt_twice.py --second-policy fa3    the second run has another fixed order: the runs differ
+python examples/train_gpt_twice.py --non-deterministic    gradients are added as they come: the runs differ by chance
 
-The text is the source of dash_attn, one token a byte. Loss curves go into gpt_twice.png. Exit status: 0 if the runs
-did what the options say they should, else 1.
+The text is the source of dash_attn, one token a byte. Loss curves go into gpt_twice.png. The exit status is 0 if the
+runs agree or differ as the options say, else 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dash_attn
-from dash_attn.backends import Operands, cpu
-from dash_attn.plan import placement, plan
+from dash_attn.backends import Operands, Options
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, Problem
 
 HEAD_DIM = 64
@@ -35,7 +35,7 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Setup:
-    """What both runs share but for the order: `policy`, or with `any_order` none at all."""
+    """The settings of a run. With `any_order` contributions are added as they come, else in the order of `policy`."""
 
     device: str
     steps: int
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """The loss of each step, and after it a digest of each weight."""
+    """The loss of each step, and a digest of each weight after the step."""
 
     losses: list[float]
     digests: list[dict[str, str]]
@@ -58,24 +58,24 @@ class Run:
 class AsTheyCome(torch.autograd.Function):
     """Causal attention on the CPU whose dQ is summed in the order in which threads happen to arrive.
 
-    dash_attn.attention keeps the order on the CPU in any case, so this opens the turnstiles of its backend below it.
-    Delays of up to 5 ms, drawn anew each time, do what other load does on a busy machine.
+    dash_attn.attention always keeps the order on the CPU. So this class asks the backend to open its turnstiles. Random
+    delays of up to 5 ms act like other load on a busy machine.
     """
+
+    options = Options(kernel=(("threads", 4), ("order", "any"), ("jitter", 5e-3)))
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, length, heads, dim = q.shape
-        ctx.problem = Problem(batch, heads, heads, length, length, dim, dtype="float32", mask=CAUSAL)
-        out, lse = cpu.forward(ctx.problem, q, k, v)
+        problem = Problem(batch, heads, heads, length, length, dim, dtype="float32", mask=CAUSAL)
+        ctx.prepared = prepare(problem, "auto", AsTheyCome.options, q.device)
+        out, lse = ctx.prepared.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
-        planned = plan(ctx.problem, cpu.tile_shape(ctx.problem))
-        workers = placement(planned, max(4, planned.co_resident))
-        operands = Operands(dout, *ctx.saved_tensors)
-        return tuple(cpu.backward(ctx.problem, planned.program, workers, operands, threads=4, order="any", jitter=5e-3))
+        return tuple(ctx.prepared.backward(Operands(dout, *ctx.saved_tensors)))
 
 
 class Block(nn.Module):
@@ -117,7 +117,7 @@ def text() -> Tensor:
 
 
 def digest(x: Tensor) -> str:
-    # Of bytes: numbers would take 0 and -0 for the same, and NaN for different from itself.
+    # Hash bytes, because as numbers 0 equals -0, and NaN differs from itself.
     return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
@@ -141,7 +141,7 @@ def train(setup: Setup, data: Tensor) -> Run:
 
 
 def parting(first: Run, second: Run) -> tuple[int, list[str]] | None:
-    """The first step after which weights differ, and which; None if they never do."""
+    """The first step after which weights differ, and their names. None if no weight ever differs."""
     for step, (a, b) in enumerate(zip(first.digests, second.digests, strict=True)):
         different = [name for name in a if a[name] != b[name]]
         if different:
@@ -150,7 +150,7 @@ def parting(first: Run, second: Run) -> tuple[int, list[str]] | None:
 
 
 def draw(runs: Sequence[Run], names: Sequence[str], path: Path) -> None:
-    """Both curves, the distance between them, and how many weights differ."""
+    """Draw both loss curves, their difference, and the number of weights that differ."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     curves, distance, count = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parsed(arguments)
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     device = given.device or ("cuda" if hopper else "cpu")
-    # Everything but attention is torch's, and is asked to be deterministic too: only attention can part the runs.
+    # The rest of the model is torch's. With this setting only attention can make the runs differ.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     sizes = {"batch": 1, "heads": 2} if device == "cpu" else {"batch": 4, "heads": 8}
@@ -216,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, each in enumerate((setup, second), 1):
         order = "any order"
         if not each.any_order:
-            found = dash_attn.explain(like, like, like, causal=True, policy=each.policy)
-            order = f"{found.policy}, fingerprint {found.fingerprint}"
+            said = dash_attn.explain(like, like, like, causal=True, policy=each.policy)
+            order = f"{said.policy}, fingerprint {said.fingerprint}"
         started = time.perf_counter()
         runs.append(train(each, data))
         names.append(f"run {number}: {order}")

@@ -1,4 +1,4 @@
-"""What users call: tensors in, tensors out."""
+"""The functions that users call: tensors in, tensors out."""
 
 from dash_attn.api.attention import attention
 from dash_attn.api.backward import backward

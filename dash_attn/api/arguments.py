@@ -1,4 +1,4 @@
-"""Argument checks: from what the caller passed to a Problem, or an error that says what was expected."""
+"""Checks of a caller's arguments. They give a Problem, or an error that says what is expected."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Window = tuple[int | None, int | None]
 
 
 class Arguments(NamedTuple):
-    """What a caller asks of attention, beside the tensors. `names` are the caller's words for the cu_seqlens."""
+    """The arguments of a call except the tensors. `names` are the caller's names of the two cu_seqlens arguments."""
 
     causal: bool = False
     window: Window | None = None
@@ -37,8 +37,10 @@ class Arguments(NamedTuple):
     names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
 
     def key(self) -> tuple[object, ...]:
-        """Everything about the arguments that a check looks at, values of cu_seqlens included. Types are part of it,
-        because 1 equals True and 1.0 equals 1, but not every check takes both."""
+        """Everything that a check looks at, also the values of cu_seqlens.
+
+        The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
+        """
         window = self.window
         sides = (*window, *map(type, window)) if type(window) is tuple else (window,)
         kinds = tuple([type(x) for x in (self.causal, window, self.scale, self.deterministic, self.sm_margin)])
@@ -47,7 +49,7 @@ class Arguments(NamedTuple):
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
-    """The problem that a caller's arguments pose, or an error that names the argument."""
+    """The problem of a call, or an error that names the argument."""
     check_arguments(q, k, v, asked)
     return Problem(
         batch=q.shape[0] if q.ndim == 4 else 1,
@@ -63,7 +65,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
-    """Every check that reads no value of a tensor, so that torch.compile can trace it."""
+    """All checks that read no values of tensors. torch.compile can trace them."""
     check_policy(asked.policy)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
@@ -105,7 +107,7 @@ def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
 
 
 def check_room(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
-    """`x` is to be written: like `model`, and every element in a place of its own."""
+    """`x` takes a result: it must be like `model`, and no two of its elements may share memory."""
     check_like(name, x, model_name, model)
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise ValueError(
@@ -115,7 +117,7 @@ def check_room(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
-    """fp32 (batch, heads, seqlen), or (heads, tokens) when packed."""
+    """`lse` must be float32, (batch, heads, seqlen) or packed (heads, tokens)."""
     _check_tensor("lse", lse)
     expected = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     if tuple(lse.shape) != expected or lse.dtype != torch.float32 or lse.device != q.device:
@@ -127,14 +129,14 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
 
 
 def check_policy(policy: str) -> None:
-    """A known name. Whether it applies to the mask is found out when the problem is ordered."""
+    """The policy must have a known name. Whether it fits the mask is checked when the problem is ordered."""
     if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
         named = f"auto, {', '.join(POLICIES)}, or 'name:width'"
         raise ValueError(f"policy must be {named}, each with '@head' behind it or not; got {policy!r}")
 
 
 def check_flag(name: str, flag: bool | None) -> None:
-    """Something like "no" would count as yes."""
+    """A flag must be a bool, because Python takes a string like "no" for true."""
     if flag is not None and not isinstance(flag, bool):
         raise ValueError(f"{name} must be True, False or None, got {flag!r}")
 
@@ -145,7 +147,7 @@ def check_margin(sm_margin: int) -> None:
 
 
 def wants_determinism(deterministic: bool | None) -> bool:
-    """The argument if given, else what the process asks for, read at every call and never at import; else yes."""
+    """The argument if given, else what torch or the environment asks for, else yes. It is read at every call."""
     if deterministic is not None:
         return deterministic
     return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") != "0"
@@ -172,7 +174,7 @@ def mask_of(asked: Arguments) -> Mask:
 
 
 def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
-    """The packed sequences, if any. The values of cu_seqlens are read here."""
+    """The packed sequences as documents, or no documents. This reads the values of cu_seqlens."""
     (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
     if cu_q is None:
         return FULL
@@ -231,7 +233,7 @@ def _check_tensor(name: str, x: object) -> None:
 
 
 def check_torch(version: str) -> None:
-    """Operators and their fakes are declared in ways that older versions do not know."""
+    """Older versions of torch cannot declare the operators."""
     if tuple(int(x) for x in version.split(".")[:2]) < OLDEST_TORCH:
         least = ".".join(map(str, OLDEST_TORCH))
         raise NotImplementedError(f"torch {version} is too old: dash_attn needs {least} or later; pip install -U torch")

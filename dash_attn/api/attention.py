@@ -1,7 +1,8 @@
-"""attention: forward and ordered backward under autograd."""
+"""attention: the forward, and the ordered backward under autograd."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
@@ -23,7 +24,7 @@ from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 
-PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have an opinion on what an operator means
+PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
 
 
 class Attention(torch.autograd.Function):
@@ -34,7 +35,7 @@ class Attention(torch.autograd.Function):
         out, lse = prepared.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # or every backward would fill a gradient of lse with zeros
+        ctx.set_materialize_grads(False)  # otherwise every backward fills a gradient of lse with zeros
         ctx.prepared = prepared
         return out, lse
 
@@ -54,9 +55,13 @@ class Attention(torch.autograd.Function):
         return dq if for_q else None, dk if for_k else None, dv if for_v else None, None
 
 
+# Function.apply itself first handles the transforms of torch.func, which do not come here.
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Attention).apply
+
+
 class TracedAttention(torch.autograd.Function):
-    """The same through the operators, with plain values, for whoever looks at operators: torch.compile, dispatch modes
-    and tensor subclasses."""
+    """The same through the operators, for everything that looks at operators: torch.compile, dispatch modes, tensor
+    subclasses."""
 
     @staticmethod
     def forward(
@@ -80,14 +85,17 @@ class TracedAttention(torch.autograd.Function):
 
 
 def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The gradients, which refuse to be differentiated by the inputs."""
+    """The gradients, with an error in place of their derivative by the inputs."""
     refusing: tuple[Tensor, ...] = Once.apply(grads, *inputs)  # type: ignore[no-untyped-call]
     return refusing
 
 
 class Once(torch.autograd.Function):
-    """Gradients that refuse to be differentiated. torch's once_differentiable would take them for constants where only
-    q, k or v need a second derivative, and the result would be silently wrong."""
+    """Raises an error when gradients are differentiated.
+
+    torch's once_differentiable treats the gradients as constants if only q, k or v need a second derivative. The result
+    would be silently wrong.
+    """
 
     @staticmethod
     def forward(ctx: Any, grads: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
@@ -152,23 +160,23 @@ def attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v, whose backward adds up in an order that is fixed before it runs.
+    """softmax(scale * q k^T + mask) v. The backward adds contributions in a fixed order.
 
-    q is (batch, seqlen, heads, dim), or (tokens, heads, dim) with `cu_seqlens`; k and v likewise, with a number of
-    heads that divides q's. float32, bfloat16 or float16; sums are float32. Under autocast they are cast to its dtype.
+    q, k and v are (batch, seqlen, heads, dim), or (tokens, heads, dim) with `cu_seqlens`. The number of heads of k and
+    v divides that of q. Tensors are float32, bfloat16 or float16, and sums are float32. Autocast casts the tensors.
 
-    causal         a query sees keys up to its own position; positions are aligned at the end of each sequence
-    window         (left, right): keys so far before and after that position; -1 or None is no limit
-    cu_seqlens     0 and the end of each packed sequence; `cu_seqlens_k` if keys are packed differently. Lists or
-                   tensors, best on the CPU: the order follows from their values, and to read them from a GPU is to
-                   wait for it. Under torch.compile a list is part of the compiled code, a tensor's values may change
-    mask           any dash_attn Mask beside, for instance dash_attn.tiles(cells, 256, 256); masks intersect
-    scale          dim ** -0.5 if not given
-    policy         the order of the backward: 'auto', a policy's name, or 'name:width'. '@head' behind it orders each
-                   query head by itself: faster where one sequence has few key/value heads, and other bits
-    deterministic  None: yes, unless FLASH_ATTENTION_DETERMINISTIC=0 at this call and torch does not insist
-    return_lse     also give the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens);
-                   it carries no gradient
+    causal         a query sees keys up to its position; the last query of a sequence stands at its last key
+    window         (left, right): a query sees this many keys before and after its position; -1 or None means no limit
+    cu_seqlens     0 and the end of each packed sequence, as a list or a tensor. A GPU tensor makes the host wait for
+                   the GPU. torch.compile takes a list as a constant; the values of a tensor may change
+    cu_seqlens_k   the same for keys, if keys are packed differently
+    mask           a dash_attn Mask, for instance dash_attn.tiles(cells, 256, 256), intersected with the above
+    scale          factor of the scores; None means dim ** -0.5
+    policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
+                   query head is ordered by itself: faster where key/value heads are few, with other bits
+    deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
+    return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
+                   has no gradient
     """
     out, lse = attend(
         q,
@@ -190,10 +198,10 @@ def attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
-    """`attention` and its log-sum-exp."""
+    """The output of `attention`, and the log-sum-exp."""
     q, k, v = _autocast(q, k, v)
     if torch.compiler.is_compiling():
-        # Values are not known while code is compiled: the operators read and check them at run time.
+        # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = [
             x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32)
@@ -203,21 +211,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
-        _ = prepared.plan  # what cannot be ordered is refused here, where the caller can see why
-    if torch._C._len_torch_dispatch_stack() or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+        _ = prepared.plan  # a problem that cannot be ordered is an error here, not later in the backward
+    if _is_watched(q, k, v):
         return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
-    out, lse = Attention.apply(q, k, v, prepared)  # type: ignore[no-untyped-call]
-    return out, lse
+    return _apply(q, k, v, prepared)
+
+
+def _is_watched(*tensors: Tensor) -> bool:
+    """Whether somebody looks at operators: a dispatch mode, a transform of torch.func or a tensor subclass."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(type(x) not in PLAIN for x in tensors)
 
 
 def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:
-    """The checked and prepared problem of a call, recognised if it was seen before."""
+    """The checked and prepared problem of a call. A call that is like an earlier one is not checked again."""
 
     def checked() -> Prepared:
+        problem = problem_of(q, k, v, asked)
         options = Options(wants_determinism(asked.deterministic), asked.sm_margin)
-        return prepare(problem_of(q, k, v, asked), asked.policy, options, q.device)
+        return prepare(problem, asked.policy, options, q.device)
 
     try:
         key = (traits(q), traits(k), traits(v), asked.key())
@@ -230,7 +245,7 @@ def _traced(
     q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor | None, Tensor | None], plain: tuple[Posed, Order]
 ) -> tuple[Tensor, Tensor]:
     packed = q.ndim == 3
-    # One tensor given twice is not traced, two views are.
+    # torch.compile does not trace one tensor that is given twice. It does trace two views.
     q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in (q, k, v))
     out, lse = TracedAttention.apply(q, k, v, *cu, plain)  # type: ignore[no-untyped-call]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
@@ -241,7 +256,7 @@ def _order(asked: Arguments) -> Order:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast all tensors come in its dtype, whatever layers they went through, as in torch's own attention."""
+    """Cast the tensors to the dtype of autocast if it is on, as torch's own attention does."""
     kind = getattr(getattr(tensors[0], "device", None), "type", "")
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors

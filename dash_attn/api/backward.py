@@ -1,4 +1,4 @@
-"""backward: the gradients alone, for callers that keep their own forward."""
+"""backward: the gradients alone, for callers with a forward of their own."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def backward(
     dv: Tensor | None = None,
     sm_margin: int = 0,
 ) -> Gradients:
-    """(dq, dk, dv) of `attention`, from its inputs, its result and the gradient of its result.
+    """(dq, dk, dv) of `attention`, from its inputs, its output and the gradient of its output.
 
-    `lse` is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens): what FlashAttention's and
-    torch's flash forward give. dq, dk and dv are written in place if given, and must not overlap the other tensors: dq
-    serves as a workspace meanwhile. `sm_margin` processors of a GPU are left to others; it never changes the bits.
-    cu_seqlens on a GPU are waited for, lists and tensors on the CPU are not.
+    lse         log-sum-exp as FlashAttention and torch give it: float32, natural logarithm, (batch, heads, seqlen) or
+                packed (heads, tokens)
+    dq, dk, dv  tensors for the results. They must not overlap other tensors, because dq also serves as a workspace
+    sm_margin   SMs of a GPU that the backward leaves to other kernels; it never changes the bits
+
+    The other arguments are as in `attention`. cu_seqlens on a GPU makes the host wait for the GPU.
     """
 
     def checked() -> Prepared:

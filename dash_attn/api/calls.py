@@ -1,4 +1,4 @@
-"""Calls seen before: arguments that were checked once are recognised and not checked again."""
+"""A cache of calls: arguments that are like those of an earlier call are not checked again."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 
 def recall(key: tuple[object, ...], checked: Callable[[], Prepared]) -> Prepared:
-    """The outcome of `checked` for a key, remembered. A key holds everything that `checked` looks at."""
+    """The result of `checked`, cached by the key. A key must hold everything that `checked` looks at."""
     try:
         prepared = _seen.get(key)
-    except TypeError:  # an argument cannot be hashed: the checks say what is wrong, or accept it
+    except TypeError:  # an argument has no hash: the checks accept it or say what is wrong
         return checked()
     if prepared is None:
         prepared = checked()
@@ -31,12 +31,12 @@ def recall(key: tuple[object, ...], checked: Callable[[], Prepared]) -> Prepared
 
 
 def traits(x: Tensor) -> tuple[object, ...]:
-    """Everything about a tensor that checks look at: not its values, address or strides."""
+    """Everything that the checks look at in a tensor. They do not look at values, address or strides."""
     return x.shape, x.dtype, x.device, x.layout
 
 
 def values_of(x: Boundaries | None) -> object:
-    """The values of cu_seqlens, for a key. A tensor is read once, then recognised by identity and version."""
+    """The values of cu_seqlens, for a key. A tensor is read again only after it has changed."""
     if isinstance(x, Tensor):
         return x.device, x.dtype, read(x) if x.ndim == 1 else x.shape
     return x if x is None else (tuple(x), frozenset(map(type, x)))
@@ -44,7 +44,7 @@ def values_of(x: Boundaries | None) -> object:
 
 def read(x: Tensor) -> tuple[int, ...]:
     """The values of a tensor. The first reading of a tensor on a GPU waits for the GPU."""
-    if x.is_inference():  # its version is not counted
+    if x.is_inference():  # it has no version counter
         return tuple(x.tolist())
     kept = _values.get(id(x))
     if kept is not None and kept[0]() is x and kept[1] == x._version:

@@ -16,14 +16,17 @@ from dash_attn.prepare import Prepared
 from dash_attn.problem import Mask
 from dash_attn.tiling import TileShape
 
-# What bits depend on, beside the problem. The number of workers, for one, is not in it.
+# Fields that decide the bits, beside the problem. The number of workers is not one of them.
 DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "software")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run. Equal identities and equal inputs give equal bits of results and gradients; equal fingerprints
-    do for gradients, as long as forward and software are the same too."""
+    """What a call runs.
+
+    Equal identities and equal inputs give equal bits of the output and the gradients. Equal fingerprints give equal
+    bits of the gradients if `forward` and `software` are equal too.
+    """
 
     backend: str
     forward: str
@@ -58,7 +61,7 @@ def explain(
     policy: str = "auto",
     deterministic: bool | None = None,
 ) -> Explanation:
-    """Arguments as of `attention`; nothing is computed but the plan."""
+    """Explain a call of `attention` with the same arguments. It computes the plan and nothing else."""
     asked = Arguments(
         causal,
         window,

@@ -1,11 +1,14 @@
-"""flash_attn_func and flash_attn_varlen_func: calls written for FlashAttention 2 or 3, run here.
+"""flash_attn_func and flash_attn_varlen_func, with the arguments of FlashAttention 2 and 3.
 
-Positional arguments come in FlashAttention 2's order; what FlashAttention 3 adds goes by name, as do its own
-arguments after v, whose order differs. Conventions are theirs: q, k and v (batch, seqlen, heads, dim), packed
-(tokens, heads, dim), and the output like q; the log-sum-exp float32, natural logarithm, (batch, heads, seqlen),
-packed (heads, tokens), without gradient; causal masks and windows aligned at the end of each sequence; a row that
-sees nothing has output 0 and log-sum-exp -inf, where FlashAttention 2 says inf. One default differs: deterministic
-is None, which is yes unless the process asks otherwise, as in dash_attn.attention.
+Positional arguments come in the order of FlashAttention 2. The arguments of FlashAttention 3 go by name. The
+conventions are those of FlashAttention:
+
+- q, k, v and the output are (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
+- The log-sum-exp is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens). It has no gradient.
+- Causal masks and windows are aligned at the end of each sequence.
+
+Two things differ. `deterministic` is None by default, which means yes unless the process asks otherwise. A row that
+sees no key has output 0 and log-sum-exp -inf, where FlashAttention 2 gives inf.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 
 NO_LIMIT: Window = (-1, -1)
 
-# What there is no kernel for, and what to do instead.
+# Arguments without a kernel, and what to do instead.
 WAY_OUT = {
     "dropout_p": "train with attention dropout 0 (attention_dropout=0.0 in most configurations)",
     "softcap": "use a model without logit capping, or torch's flex_attention with a score_mod",
@@ -60,12 +63,12 @@ def flash_attn_func(
 ) -> Result:
     """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
-    window_size    (left, right), -1 or None for no limit
-    deterministic  None: yes, unless FLASH_ATTENTION_DETERMINISTIC=0 at this call and torch does not insist
-    sm_margin      processors of a GPU that the backward leaves to others; it never changes the bits
+    window_size    (left, right); -1 or None means no limit
+    deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
+    sm_margin      SMs of a GPU that the backward leaves to other kernels; it never changes the bits
 
-    num_splits and pack_gqa tune FlashAttention's forward and are without effect. dropout_p, softcap, alibi_slopes, qv,
-    the descales and attention_chunk are refused unless they are 0 or None.
+    num_splits and pack_gqa tune FlashAttention's forward and have no effect here. dropout_p, softcap, alibi_slopes, qv,
+    the descales and attention_chunk must be 0 or None.
     """
     _refuse(
         dropout_p=dropout_p,
@@ -113,9 +116,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention over packed sequences, (tokens, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
-    `cu_seqlens_q` and `cu_seqlens_k` are 0 and the end of each sequence, tensors or lists. The longest sequences are
-    found in them: max_seqlen_q and max_seqlen_k are without effect. Else as flash_attn_func; block_table and seqused
-    are refused unless None.
+    `cu_seqlens_q` and `cu_seqlens_k` hold 0 and the end of each sequence, as tensors or lists. max_seqlen_q and
+    max_seqlen_k have no effect. block_table and seqused must be None. The other arguments are as in flash_attn_func.
     """
     _refuse(
         dropout_p=dropout_p,

@@ -1,7 +1,7 @@
-"""dash_attn::forward and dash_attn::backward: the operators that torch.compile and checkpointing know by name.
+"""The operators dash_attn::forward and dash_attn::backward, which torch.compile and checkpointing know by name.
 
 An operator takes tensors and plain values. It reads the values of cu_seqlens at run time. Tensors are (batch, seqlen,
-heads, dim); packed sequences are (1, tokens, heads, dim) with cu_seqlens. Called alone the operators have no gradient.
+heads, dim). Packed sequences are (1, tokens, heads, dim) with cu_seqlens. The operators themselves have no gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dash_attn.problem import Documents, Mask, Problem, TileMask
 
 
 class Posed(NamedTuple):
-    """A mask and a scale in types that an operator can take; window sides are -1 for no limit."""
+    """A mask and a scale in types that an operator can take. A window side of -1 means no limit."""
 
     left: int
     right: int
@@ -56,7 +56,7 @@ class Posed(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What the backward asks for beside the problem, in types that an operator can take."""
+    """The arguments of the backward beside the problem, in types that an operator can take."""
 
     policy: str = "auto"
     deterministic: bool | None = None
@@ -118,7 +118,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor
 def _prepared(
     q_and_k: tuple[Tensor, Tensor], boundaries: tuple[Tensor | None, Tensor | None], posed: Posed, order: Order
 ) -> Prepared:
-    # Compiled code passes None on: the answer must be that of the call, not that of the compilation.
+    # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
     options = Options(wants_determinism(order.deterministic), order.sm_margin)
     plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale)
     q, k = q_and_k
@@ -142,7 +142,6 @@ def _prepared(
     return recall(key, checked)
 
 
-@torch.compiler.assume_constant_result
 def _hex(bits: bytes) -> str:
-    """torch.compile knows bytes as constants, and none of their methods."""
-    return bits.hex()
+    """torch.compile takes bytes as constants, but traces none of their methods."""
+    return "".join([f"{byte:02x}" for byte in bits])

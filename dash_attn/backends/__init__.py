@@ -1,4 +1,4 @@
-"""Which backend computes on which device."""
+"""Backends: readers of Programs, one for each kind of device."""
 
 from __future__ import annotations
 

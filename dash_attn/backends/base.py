@@ -1,4 +1,4 @@
-"""What a backend is: the interface that every device's implementation has, and the tensors that pass through it."""
+"""The interface of a backend, and the tensors that pass through it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dash_attn.tiling import TileShape
 
 
 class Operands(NamedTuple):
-    """Inputs of the backward: tensors (batch, seqlen, heads, dim); lse is float32 (batch, heads, seqlen), natural
+    """Inputs of the backward. Tensors are (batch, seqlen, heads, dim). lse is float32 (batch, heads, seqlen), natural
     logarithm."""
 
     dout: Tensor
@@ -35,17 +35,20 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """How a problem is run. Only `deterministic=False` can change bits.
+    """How a problem runs. Only `deterministic=False` can change bits.
 
     deterministic  contributions are added in the order of the program, not as they arrive
-    sm_margin      processors of a GPU that the backward leaves to other kernels
-    kernel         fields of the kernel's config that differ from the shipped ones, for builds that trace or debug and
-                   for experiments
+    sm_margin      SMs of a GPU that the backward leaves to other kernels
+    kernel         fields of the backend's config that replace the usual ones: for traces, debugging and experiments
     """
 
     deterministic: bool = True
     sm_margin: int = 0
     kernel: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sm_margin < 0:  # more workers than processors would wait for each other forever
+            raise ValueError(f"sm_margin must be at least 0, got {self.sm_margin}")
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
@@ -58,7 +61,7 @@ class Backward(Protocol):
 
 
 class Backend(Protocol):
-    """The implementation for one device. Tensors are (batch, seqlen, heads, dim) and their shapes are checked."""
+    """The implementation for one device. Tensors are (batch, seqlen, heads, dim), and callers have checked them."""
 
     name: str
     always_deterministic: bool
@@ -66,18 +69,18 @@ class Backend(Protocol):
     def tile_shape(self, problem: Problem) -> TileShape: ...
 
     def forward_provider(self, problem: Problem) -> str:
-        """Who computes the forward, with its version."""
+        """The library that computes the forward, with its version."""
         ...
 
     def software(self) -> str:
-        """What computes the backward, with its version: part of the identity of a result."""
+        """The code that computes the backward, with its version. It is part of a result's identity."""
         ...
 
     def forward(self, problem: Problem) -> Forward: ...
 
     def backward(self, plan: Plan, options: Options) -> Backward:
-        """The backward of a plan, with tables uploaded and kernels compiled. Raises ValueError if the options leave too
-        few workers."""
+        """The backward of a plan, with its tables uploaded and its kernels compiled. If the options leave too few
+        workers, a ValueError says so."""
         ...
 
     def workers(self, plan: Plan) -> int: ...

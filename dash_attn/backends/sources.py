@@ -1,4 +1,4 @@
-"""A hash of source files that changes with what they compute, not with how they are written."""
+"""A hash of source files that changes with the code, and not with comments, docstrings or layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def source_hash(paths: Iterable[Path]) -> str:
-    """Hash of the code in Python files. Comments, docstrings, layout and the files' order do not enter it."""
+    """Hash of the code in Python files. The order of the files does not change it."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         code = ast.unparse(without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))

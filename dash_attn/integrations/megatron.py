@@ -1,5 +1,4 @@
-"""The core_attention of Megatron Core's transformer layers. Needs no Megatron to be imported: its parts are known by
-the attributes that are used here."""
+"""The core_attention of Megatron Core's transformer layers. It does not import Megatron."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 
 from dash_attn.api import attention
 
-# Megatron's mask types, by the names of its enum: is a later key hidden?
+# Megatron's mask types, by the names of its enum. True means causal.
 CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
-# What a config may ask for, the value that asks for nothing, and the way out.
+# Features of a config that are refused: the value that does not use the feature, and the way out.
 REFUSED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "train with --attention-dropout 0.0"),
     "context_parallel_size": (1, "use --context-parallel-size 1"),
@@ -24,12 +23,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 class DashCoreAttention(nn.Module):
-    """dash_attn.attention in the place of DotProductAttention or TEDotProductAttention. It has no weights.
+    """dash_attn.attention in place of DotProductAttention or TEDotProductAttention. It has no weights.
 
-    Query, key and value are (seqlen, batch, heads, dim), fewer heads of keys allowed, or with packed_seq_params
-    (tokens, heads, dim); the result is (seqlen, batch, heads * dim) or (tokens, heads * dim). Tensor parallelism is
-    heads shared out before they come here. With `deterministic_mode` in the config the order is kept whatever the
-    process says; without, as the process says.
+    Query, key and value are (seqlen, batch, heads, dim), or (tokens, heads, dim) with packed_seq_params. The result is
+    (seqlen, batch, heads * dim) or (tokens, heads * dim). Key and value may have fewer heads than query. With tensor
+    parallelism, the module gets the heads of its rank. `deterministic_mode` in the config keeps the order. Without it
+    the process decides.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class DashCoreAttention(nn.Module):
         if kind not in CAUSAL:
             raise NotImplementedError(f"attn_mask_type {kind}: dash_attn has {', '.join(CAUSAL)}")
         if attention_mask is not None:
-            # It may be the causal mask and no more, but to look costs a wait for the GPU in every layer.
+            # The tensor may be a plain causal mask, but reading it would wait for the GPU in every layer.
             raise NotImplementedError(
                 "attention_mask was given: dash_attn masks by attn_mask_type and packed_seq_params alone; leave it out "
                 "(--no-create-attention-mask-in-dataloader), and pack documents instead of resetting the mask"
@@ -107,7 +106,7 @@ class DashCoreAttention(nn.Module):
 
 
 def _window(config: Any, layer: int) -> tuple[int, int] | None:
-    """Of a layer, numbered from 1: `window_attn_skip_freq` names layers that see all, each n-th or by a list."""
+    """The window of a layer, numbered from 1. `window_attn_skip_freq` names layers without one: a step or a list."""
     sides, skip = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
     if not sides:
         return None
@@ -116,7 +115,7 @@ def _window(config: Any, layer: int) -> tuple[int, int] | None:
 
 
 def _boundaries(packed: Any, causal: bool) -> tuple[Tensor, Tensor]:
-    """Where sequences end, padding behind each counted in: behind the last real query a causal mask hides it."""
+    """The ends of the sequences, with the padding behind each. A causal mask hides the padding from real queries."""
     if packed.qkv_format != "thd":
         raise NotImplementedError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}: dash_attn takes 'thd'")
     found = list[Tensor]()

@@ -1,12 +1,12 @@
-"""scaled_dot_product_attention and varlen_attn of torch run dash_attn on CUDA, by torch's registry of flash kernels.
+"""dash_attn in torch's registry of flash kernels: scaled_dot_product_attention and varlen_attn run it on CUDA.
 
     dash_attn.integrations.torch_sdpa.register()
     torch.nn.attention.activate_flash_attention_impl("dash")
     ...
     torch.nn.attention.restore_flash_attention_impl()
 
-While it is active, what torch gives to its flash kernel comes here, and cuDNN is not chosen instead. What torch does
-not give to a flash kernel stays where it was: float32, for one, or an attn_mask.
+While "dash" is active, the calls that torch sends to its flash kernel run here, and torch never chooses cuDNN.
+Other calls stay with torch, for instance those with float32 tensors or with an attn_mask.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dash_attn.api.attention import prepared_for
 
 NAME = "dash"
 
-# What the operators have a name for and we no kernel.
+# Arguments of torch's operators without a kernel here, and what to do instead.
 WAY_OUT = {
     "dropout_p": "train with attention dropout 0",
     "return_debug_mask": "leave it False",
@@ -34,15 +34,15 @@ WAY_OUT = {
     "seqused_k": "leave unused tokens out of key, value and cu_seq_k",
     "block_table": "gather key and value first: paged caches are for inference",
 }
-# Speed of the library's forward only.
+# Arguments that only change the speed of torch's forward.
 WITHOUT_EFFECT = ("num_splits",)
 
 inside = threading.local()
 
 
 def register() -> None:
-    """Make "dash" a name for torch.nn.attention.activate_flash_attention_impl. Nothing changes before that is called;
-    again does no harm."""
+    """Make "dash" a name for torch.nn.attention.activate_flash_attention_impl. Only the activation changes anything. A
+    second registration does no harm."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasattr(torch.library, "get_kernel"):
         raise NotImplementedError(
             f"torch {torch.__version__} has no registry of flash kernels, torch 2.13 has: upgrade it, or call "
@@ -71,7 +71,7 @@ def install(key: str = "CUDA") -> Handle:
     )
 
     def outer(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # Our forward may come from torch's flash kernel itself: for that call its name must lead to what torch had.
+        # Our own forward may call torch's flash kernel. That call must reach torch's kernel and not this function.
         if original is not None and getattr(inside, "ours", False):
             return original.call_boxed(keyset, *args, **kwargs)
         return flash_forward(*args, **kwargs)
@@ -105,7 +105,8 @@ def flash_forward(
     window_size_right: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, ...]:
-    """(batch, seqlen, heads, dim), or packed (tokens, heads, dim): out, lse, and three that dropout would use."""
+    """out, lse, and three values that only dropout uses. Tensors are (batch, seqlen, heads, dim), or packed (tokens,
+    heads, dim)."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others)
     sides, names = (window_size_left, window_size_right), ("cum_seq_q", "cum_seq_k")
     asked = Arguments(is_causal, sides, cum_seq_q, cum_seq_k, scale=scale, names=names)
@@ -172,7 +173,7 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | int | None, ...]:
-    """(batch, heads, seqlen, dim)."""
+    """flash_forward for tensors (batch, heads, seqlen, dim)."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     lengths = (query.shape[2], key.shape[2])
@@ -215,13 +216,13 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """With the strides that torch.compile was told to expect."""
+    """The tensor with the strides that torch.compile expects: those of `like`."""
     if x.stride() == torch.empty_like(like, device="meta").stride():
         return x
     return torch.empty_like(like).copy_(x)
 
 
 def _unused(query: Tensor) -> tuple[Tensor, ...]:
-    """Random state and a debug mask, which nobody reads."""
+    """A random state and a debug mask, as torch's operators return them. Nothing reads them."""
     state = (query.new_zeros(shape, dtype=torch.uint64) for shape in ((2,), ()))
     return *state, query.new_empty(0)

@@ -1,8 +1,8 @@
 """Masks as values: which (query, key) pairs attend.
 
-Every mask except an explicit tile mask gives each query row one half-open interval of keys, and the intersection of two
-intervals is an interval. So a mask is two integers a row, which is all that tiling, the CPU backend and the GPU kernel
-ask for.
+A mask gives each query row one half-open interval of keys: two integers a row. The intersection of two intervals is an
+interval too. The backends read these integers and nothing else. Only an explicit tile mask adds more: a matrix of
+allowed tiles, which tiling reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of packed sequences: document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1]."""
+    """Boundaries of packed sequences. Document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1]."""
 
     cu_q: tuple[int, ...]
     cu_k: tuple[int, ...]
@@ -141,7 +141,7 @@ class Mask:
         return lo, hi
 
     def dense(self, len_q: int, len_k: int) -> Bool:
-        """The whole mask, element by element: for tests and small references."""
+        """The mask element by element, for tests and small references."""
         lo, hi = self.intervals(len_q, len_k)
         key = np.arange(len_k)
         allowed: Bool = (key >= lo[:, None]) & (key < hi[:, None])
@@ -180,7 +180,7 @@ CAUSAL = Mask(right=0)
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Sliding window: keys from `left` before to `right` after the query's position; None or -1 is no limit."""
+    """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit."""
     return Mask(None if left == -1 else left, None if right == -1 else right)
 
 

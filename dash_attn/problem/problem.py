@@ -9,7 +9,7 @@ from dash_attn.problem.mask import FULL, Mask
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention over `batch` sequences; query heads h*group .. h*group+group-1 share key/value head h."""
+    """Attention over `batch` sequences. Query heads h*group .. h*group+group-1 share key/value head h."""
 
     batch: int
     heads_q: int

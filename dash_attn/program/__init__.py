@@ -1,6 +1,6 @@
 """Orders frozen as data."""
 
-from dash_attn.program.codec import load, save
+from dash_attn.program.codec import Limits, load, save
 from dash_attn.program.program import (
     CHAIN,
     FORMAT,
@@ -30,6 +30,7 @@ __all__ = [
     "Chain",
     "Costs",
     "Geometry",
+    "Limits",
     "PlaceRule",
     "Program",
     "Queue",

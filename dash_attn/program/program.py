@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+import operator
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 FORMAT = 1
 TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")  # of a Program
+MOST = 2**31 - 1  # tables count in 32 bits
 
 
 class Tile(IntEnum):
@@ -49,11 +51,27 @@ class Run(IntEnum):
 # The columns by name, as they stand in the tables; host and device read them by the enums above.
 TILE, CHAIN, RUN = (tuple(column.name.lower() for column in table) for table in (Tile, Chain, Run))
 CHAIN_NAME = slice(Chain.BATCH, Chain.KV_TILE + 1)  # batch, kv head, kv tile: the chain without its runs
+# Shape of one row of each table; a row of the lists `launch` and `bundle_first` is a number.
+ROW = {"tiles": (len(TILE),), "chains": (len(CHAIN),), "runs": (len(RUN),), "launch": (), "bundle_first": ()}
 
 Int32 = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 # How bundles go to workers: in rotation, each to the worker with the least work so far, or whichever is faster.
 PlaceRule = Literal["dealt", "balanced", "faster"]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+def frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """The same numbers in memory that nobody can write to.
+
+    The memory is a bytes object. The owner of plain memory could set `writeable` again, or keep a writable view.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, bytes) and array.flags.c_contiguous and array.flags.aligned:
+        return array
+    return np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,19 @@ class Geometry:
     tile_m: int
     tile_n: int
     share: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("len_q", "len_k") else 1
+            try:
+                number = operator.index(value)
+            except TypeError:
+                raise ValueError(f"{field.name} must be a whole number, got {value!r}") from None
+            if not least <= number <= MOST:
+                raise ValueError(f"{field.name} must be between {least} and {MOST}, got {number}")
+            object.__setattr__(self, field.name, number)  # numbers of numpy print, and hash, differently
+        if self.num_groups * self.num_kv > MOST:
+            raise ValueError(f"{self.num_groups * self.num_kv} chains are more than a program can number")
 
     @property
     def num_q(self) -> int:
@@ -180,7 +211,13 @@ class Program:
             array = getattr(self, name)
             if array.dtype != np.int32:
                 raise ValueError(f"program table {name} must be int32, got {array.dtype}")
-            array.flags.writeable = False
+            if array.ndim == 0 or array.shape[1:] != ROW[name]:
+                raise ValueError(f"program table {name} has shape {array.shape}")
+            object.__setattr__(self, name, frozen(array))
+
+    def __reduce__(self) -> tuple[type[Program], tuple[Any, ...]]:
+        """Copies and pickles are built anew, so that their tables are frozen too."""
+        return Program, tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def num_bundles(self) -> int:
@@ -200,7 +237,7 @@ class Program:
         """Task number at which each chain begins; the last entry is the number of tasks."""
         per_run = np.concatenate([[0], np.cumsum(self.runs[:, Run.COUNT], dtype=np.int64)])
         first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
-        return np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64)
+        return frozen(np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64))
 
     @property
     def num_tasks(self) -> int:
@@ -213,8 +250,7 @@ class Program:
             [[0], np.cumsum(self.runs[:, Run.COUNT] * (self.runs[:, Run.PARTIAL] != 0), dtype=np.int64)]
         )
         first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
-        inside: Longs = per_run[first + count] - per_run[first]
-        return inside
+        return frozen(per_run[first + count] - per_run[first])
 
     @cached_property
     def contributors(self) -> Int32:
@@ -222,17 +258,14 @@ class Program:
         delta = np.zeros(self.geometry.num_q + 1, np.int64)
         np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
         np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
-        return np.cumsum(delta)[:-1].astype(np.int32)
+        return frozen(np.cumsum(delta)[:-1].astype(np.int32))
 
     @cached_property
     def target_base(self) -> Longs:
         """Turnstile of q tile 0 of the first query head of each chain's group."""
         g = self.geometry
-        return (
-            (self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD])
-            * g.group
-            * g.num_q
-        )
+        groups = self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD]
+        return frozen(groups * (g.group * g.num_q))
 
     def expand(self) -> TaskArrays:
         """All tasks as flat arrays."""

@@ -14,7 +14,7 @@ from dash_attn.problem import Problem
 
 
 class TileState(IntEnum):
-    """What a tile asks of the kernel: nothing, element masking, or plain products."""
+    """What the kernel does with a tile: nothing, products with element masking, or plain products."""
 
     EMPTY = 0
     PARTIAL = 1
@@ -22,7 +22,7 @@ class TileState(IntEnum):
 
 
 class Span(IntEnum):
-    """Columns of `Tiling.spans`: the first q tile of a chain, the tile after its last one, and how many it visits."""
+    """Columns of `Tiling.spans`: first q tile of a chain, the tile after its last one, and the number of its tiles."""
 
     FIRST = 0
     END = 1
@@ -79,7 +79,7 @@ class Tiling:
 
     @cached_property
     def num_tiles(self) -> int:
-        """Non-empty tiles of one plane."""
+        """Non-empty tiles of one (batch, query head)."""
         return int(self.spans[:, Span.COUNT].sum())
 
     @cached_property
@@ -89,7 +89,7 @@ class Tiling:
 
     @cached_property
     def spans(self) -> npt.NDArray[np.int64]:
-        """First, end and number of the q tiles of each chain (columns Span); zeros for a chain without tasks."""
+        """First, end and number of the q tiles of each chain (columns Span). A chain without tasks has zeros."""
         spans: npt.NDArray[np.int64] = _spans(self.state)
         return spans
 

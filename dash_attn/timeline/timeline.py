@@ -46,7 +46,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Events as parallel arrays: event i is role[i] of task[i] on worker[i] from begin[i] to end[i], in `unit`s.
+    """Events as parallel arrays: event i is role[i] of task[i] on worker[i], from begin[i] to end[i] in `unit`s.
 
     `overlapping`: the reduction of a task runs beside the compute of the next task (dQ writer warps).
     """

@@ -95,7 +95,7 @@ def solve(
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
-        raise ImportError("the exact solver needs OR-tools: pip install 'dash-attn[search]'") from error
+        raise ImportError("the exact solver needs OR-tools: pip install 'dash-attn[tools]'") from error
 
     start = _best_policy(tiling, workers, model)
     # Makespans are whole numbers; the bound is one up to rounding.

@@ -1,5 +1,6 @@
 """Checks that stand between a program and its launch."""
 
 from dash_attn.verify.checks import Placed, TooFewWorkers, Verified, VerifyError, verify
+from dash_attn.verify.matching import matches
 
-__all__ = ["Placed", "TooFewWorkers", "Verified", "VerifyError", "verify"]
+__all__ = ["Placed", "TooFewWorkers", "Verified", "VerifyError", "matches", "verify"]

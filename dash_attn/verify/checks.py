@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from dash_attn.jit import compiled
 from dash_attn.launch import place
-from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, TaskArrays, play
-from dash_attn.program.program import CHAIN_NAME
+from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, play
+from dash_attn.program.program import CHAIN_NAME, Longs
 from dash_attn.program.replay import PASSED, STUCK
 from dash_attn.tiling import TileState
 
@@ -175,8 +176,7 @@ COVERED, TWICE, EMPTY, FLAG, MISSED = range(5)
 def _check_cover(program: Program) -> None:
     """Each chain visits each of its non-empty tiles once per query head of its group, with the right mask flag."""
     g = program.geometry
-    state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
-    _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
+    state, needed = tile_states(program)
     fault, chain, run, offset = (int(x) for x in _cover(program.chains, program.runs, state, needed, g.group))
     if fault == COVERED:
         return
@@ -193,6 +193,15 @@ def _check_cover(program: Program) -> None:
         FLAG: f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial",
     }[fault]
     raise VerifyError(message, (task,))
+
+
+def tile_states(program: Program) -> tuple[npt.NDArray[np.int8], Longs]:
+    """What the tile table says: the TileState of each tile (kv tiles x q tiles), and how many tiles of each kv tile are
+    not empty."""
+    g = program.geometry
+    state, needed = np.zeros((g.num_kv, g.num_q), np.int8), np.zeros(g.num_kv, np.int64)
+    _require(_unroll_tiles(program.tiles, state, needed), "the tile table is broken")
+    return state, needed
 
 
 @compiled
@@ -372,36 +381,42 @@ def _check_placement(program: Program, placement: Sequences) -> None:
 
 def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str, tuple[Task, ...]]:
     """Follow who waits for whom, from the first stuck sequence until a sequence comes up again."""
-    tasks = program.expand()
-    standing = {}
-    for s, (position, run, offset) in enumerate(outcome.standing.tolist()):
-        if position < sequences.first[s + 1]:
-            chain = int(sequences.chains[position])
-            done = int(program.runs[program.chains[chain, Chain.FIRST_RUN] : run, Run.COUNT].sum()) + offset
-            standing[s] = int(program.task_first[chain]) + done
     holder = np.empty(len(program.chains), np.int64)
     holder[sequences.chains] = np.repeat(np.arange(len(sequences.first) - 1), np.diff(sequences.first))
-    awaited, path = dict[int, int](), list[int]()
-    s = min(standing)
-    while s not in path:
-        path.append(s)
-        t = standing[s]
+    standing, awaited = dict[int, Task](), dict[int, Task]()
+    s = int(np.flatnonzero(outcome.standing[:, 0] < sequences.first[1:])[0])
+    while s not in standing:
+        position, run, offset = outcome.standing[s].tolist()
+        standing[s] = program.task(int(sequences.chains[position]), run, offset)
         # The task with the turn before this one is not done, so its sequence is stuck as well.
-        awaited[s] = int(np.flatnonzero((tasks.target == tasks.target[t]) & (tasks.turn == tasks.turn[t] - 1))[0])
-        s = int(holder[tasks.chain[awaited[s]]])
+        chain, awaited[s] = _before(program, standing[s])
+        s = int(holder[chain])
+    path = list(standing)
     ring = path[path.index(s) :]
-    parts, named = [], dict[int, Task]()
+    parts, named = [], dict[Task, None]()
     for s, after in zip(ring, [*ring[1:], ring[0]], strict=True):
-        numbers = (standing[s], awaited[s], standing[after])
-        waits, comes, stands = (named.setdefault(t, _task(program, tasks, t)) for t in numbers)
+        waits, comes, stands = standing[s], awaited[s], standing[after]
+        named |= dict.fromkeys((waits, comes, stands))
         parts.append(f"{waits} waits for {comes}" + ("" if comes == stands else f", which comes after {stands}"))
-    return "the order has a cycle: " + "; ".join(parts), tuple(named.values())
+    return "the order has a cycle: " + "; ".join(parts), tuple(named)
 
 
-def _task(program: Program, tasks: TaskArrays, t: int) -> Task:
-    batch, kv_head, kv_tile = program.chains[tasks.chain[t], CHAIN_NAME].tolist()
-    q_head = kv_head * program.geometry.group + int(tasks.head[t])
-    return Task(batch, q_head, int(tasks.q[t]), kv_tile, int(tasks.turn[t]), bool(tasks.partial[t]))
+def _before(program: Program, task: Task) -> tuple[int, Task]:
+    """The task with the turn before this one at the same dQ tile, and its chain. No run is unrolled: there may be more
+    tasks than fit in memory."""
+    kv_head, head = divmod(task.q_head, program.geometry.group)
+    same = (program.chains[:, Chain.BATCH] == task.batch) & (program.chains[:, Chain.KV_HEAD] == kv_head)
+    for chain in np.flatnonzero(same).tolist():
+        first, count = program.chains[chain, [Chain.FIRST_RUN, Chain.NUM_RUNS]].tolist()
+        rows = program.runs[first : first + count].astype(np.int64)
+        step, steps = rows[:, Run.STEP], task.q_tile - rows[:, Run.FIRST_Q]
+        offset = np.where(step == 0, 0, steps // np.where(step == 0, 1, step))
+        visits = (rows[:, Run.HEAD] == head) & (offset * step == steps) & (offset >= 0) & (offset < rows[:, Run.COUNT])
+        turn = rows[:, Run.TURN] + offset * rows[:, Run.TURN_STEP]
+        runs = np.flatnonzero(visits & (turn == task.turn - 1))
+        if len(runs):
+            return chain, program.task(chain, first + int(runs[0]), int(offset[runs[0]]))
+    raise AssertionError(f"turns are checked before: one comes before {task}")
 
 
 def _passed(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str, tuple[Task, ...]]:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dash_attn.api import attention, backward, explain
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from tests.backends.cpu.reference import DTYPES, difference, error, exact
+from dash_attn.tools.bench.operands import exact
+from tests.backends.cpu.reference import DTYPES, difference, error
 
 
 def qkv(*lengths: int, heads: tuple[int, int] = (4, 2), dim: int = 16, dtype: str = "float32") -> list[Tensor]:
@@ -47,11 +48,11 @@ def test_autograd(arguments: dict[str, object], mask: Mask, dtype: str) -> None:
     out, lse = attention(*tensors, return_lse=True, **arguments)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, dout)
-    expected = exact(posed(tensors[0], tensors[1], mask, arguments.get("scale")), *(x.detach() for x in tensors), dout)
+    expected = exact(posed(tensors[0], tensors[1], mask, arguments.get("scale")), dout, *(x.detach() for x in tensors))
     limit = 4 * torch.finfo(DTYPES[dtype]).eps
     assert error(out.detach(), expected.out) < limit
     assert error(lse.nan_to_num(neginf=0), expected.lse.nan_to_num(neginf=0)) < limit
-    for got, want in zip(grads, expected.grads, strict=True):
+    for got, want in zip(grads, expected.gradients, strict=True):
         assert got.dtype == DTYPES[dtype]
         assert error(got, want) < limit * max(1.0, float(want.abs().max()))
     direct = backward(dout, *(x.detach() for x in tensors), out.detach(), lse, **arguments)
@@ -144,8 +145,8 @@ def test_packed(cu_q: list[int], cu_k: list[int] | None, causal: bool) -> None:
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, tensors, dout)
     mask = documents(cu_q, cu_k, causal=causal)
-    expected = exact(posed(*(x[None] for x in tensors[:2]), mask), *(x.detach()[None] for x in (*tensors, dout)))
-    for got, want in zip((out.detach(), *grads), (expected.out, *expected.grads), strict=True):
+    expected = exact(posed(*(x[None] for x in tensors[:2]), mask), *(x.detach()[None] for x in (dout, *tensors)))
+    for got, want in zip((out.detach(), *grads), (expected.out, *expected.gradients), strict=True):
         assert error(got, want[0]) < 1e-6
     # One sequence at a time is the same attention.
     for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_k or cu_q), strict=True):

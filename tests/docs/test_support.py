@@ -1,8 +1,8 @@
-"""docs/support.md says what is supported, and for each row which tests show it.
+"""docs/support.md says what is supported, and names the tests that show it.
 
-It is written from support.txt beside this file: sections, in each a line for a feature, and below it, indented, its
-tests. `refused` before a test means that it shows an error. Whether a row holds on the CPU, on a GPU or on both is read
-from the tests themselves: those that need a GPU are marked so.
+The document is made from support.txt beside this file. That file has sections, a line for each feature, and below the
+line, indented, its tests. `refused` before a test means that the test shows an error. The marks of the tests say
+whether a row holds on the CPU, on a GPU or on both.
 
     python tests/docs/test_support.py     writes the document
 """
@@ -23,9 +23,9 @@ HEAD = """# What is supported
 
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
 
-Each row names the tests that show it. *CPU*: run by `make test`. *GPU*: run by `make gpu-test`, on a Hopper GPU;
-all named here have been, on an H200 with torch 2.11.
-*Refused*: an error that says what to do instead. *No test*: it may work, nothing here shows it.
+Each row names the tests that show it. `make test` runs the tests of the column CPU. `make gpu-test` runs those of the
+column GPU, which need a Hopper GPU; they have been run on an H200 with torch 2.11. *Refused* means an error that says
+what to do instead. *No test* means that it may work, but no test shows it.
 """
 
 

@@ -52,8 +52,8 @@ def test_sdpa_runs_ours(compile_it: bool, key: str, monkeypatch: pytest.MonkeyPa
 
     out = (torch.compile(plain, fullgraph=True) if compile_it else plain)(*leaves)
     dout = gradient_of(q).transpose(1, 2)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(found, want, strict=True))
+    results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(results, want, strict=True))
 
 
 @pytest.mark.usefixtures("sdpa_is_ours")
@@ -68,5 +68,5 @@ def test_varlen_attn_runs_ours(sides: tuple[int, int]) -> None:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = varlen_attn(*leaves, cu, cu, 527, 527, window_size=sides)
     dout = gradient_of(q)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    assert all(torch.equal(a, b) for a, b in zip(results, want, strict=True))

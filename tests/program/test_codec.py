@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import FORMAT, TABLES, Program, Run, load, save
+from dash_attn.program import FORMAT, TABLES, Chain, Limits, Program, Run, load, save
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
@@ -106,6 +109,20 @@ DAMAGE = {
     "numbers over 32 bits": change(("launch",), np.array([2**40])),
     "negative run lengths": change(("runs",), np.full((3, 7), -1, np.int32)),
     "runs that do not exist": change(("chains",), np.full((6, 5), 1000, np.int32)),
+    "length is infinite": change(("header", "geometry", "len_q"), float("inf")),
+    "length over 32 bits": change(("header", "geometry", "len_q"), 2**31),
+    "keys over the limit": change(("header", "geometry", "len_k"), 2**31 - 1),
+    "queries over the limit": change(("header", "geometry", "len_q"), 2**31 - 1),
+    "heads over the limit": change(("header", "geometry", "group"), 2**31 - 1),
+    "policy is a number": change(("header", "policy"), 7),
+    "mask is a list": change(("header", "mask"), ["causal"]),
+    "policy on two lines": change(("header", "policy"), "fa3\nok: 0 tasks"),
+    "format is true": change(("header", "format"), True),
+    "format is text": change(("header", "format"), "1\n2" * 1000),
+    "more chains than the geometry": change(("chains",), np.zeros((500, 5), np.int32)),
+    "no chains": change(("chains",), np.zeros((0, 5), np.int32)),
+    "more runs than tasks": change(("runs",), np.ones((1000, 7), np.int32)),
+    "no bundles": change(("bundle_first",), KeyError),
 }
 
 
@@ -115,8 +132,9 @@ def test_damaged_content(damage: Callable[[dict[str, Any]], None], tmp_path: Pat
     content = parts(sample(), path)
     damage(content)
     write(path, content)
-    with pytest.raises(ValueError, match=r"p\.npz"):
+    with pytest.raises(ValueError, match=r"p\.npz") as refused:
         load(path)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 300 + len(str(path))
 
 
 def npy() -> bytes:
@@ -141,6 +159,124 @@ def test_no_file_and_no_header(tmp_path: Path) -> None:
     np.savez(tmp_path / "arrays.npz", a=np.arange(3))
     with pytest.raises(ValueError, match="is no dash_attn program"):
         load(tmp_path / "arrays.npz")
+
+
+# ---- sizes: a small file may not ask for much ---------------------------------------------------------------
+
+
+def peak_of_loading(path: Path) -> int:
+    """Bytes that Python and numpy had at once while the file was refused."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"damaged|no dash_attn program"):
+            load(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def long_run(content: dict[str, Any]) -> None:
+    content["runs"][0, Run.COUNT] = 500_000_000
+
+
+def overlapping_chains(content: dict[str, Any]) -> None:
+    """Each chain has all runs but a few, so that each would be unrolled for itself."""
+    chains, runs = content["chains"], content["runs"]
+    chains[:, Chain.FIRST_RUN] = np.arange(len(chains)) % 3
+    chains[:, Chain.NUM_RUNS] = len(runs) - chains[:, Chain.FIRST_RUN]
+
+
+@pytest.mark.parametrize("damage", [long_run, overlapping_chains])
+def test_run_lengths_are_checked_before_they_are_unrolled(damage: Any, tmp_path: Path) -> None:
+    content = parts(sample(), tmp_path / "p.npz")
+    damage(content)
+    write(tmp_path / "p.npz", content)
+    assert peak_of_loading(tmp_path / "p.npz") < 2e6
+
+
+@pytest.mark.parametrize("name", ["header", "runs", "tiles", "bundle_first"])
+def test_compressed_zeros_are_not_unpacked(name: str, tmp_path: Path) -> None:
+    content = parts(sample(), tmp_path / "p.npz")
+    content["header"]["geometry"] |= {"len_q": 2**20, "len_k": 2**15}
+    zeros = np.zeros((6_000_000, 7), np.int32)
+    with zipfile.ZipFile(tmp_path / "p.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        for each, value in content.items():
+            with archive.open(f"{each}.npy", "w") as member:
+                value = np.array(json.dumps(value)) if each == "header" else value
+                np.save(member, zeros if each == name else value)
+    assert (tmp_path / "p.npz").stat().st_size < 400_000 < zeros.nbytes
+    assert peak_of_loading(tmp_path / "p.npz") < 4e6
+
+
+def test_an_array_is_as_long_as_its_prefix_says(tmp_path: Path) -> None:
+    content = parts(sample(), tmp_path / "p.npz")
+    for shape in ((2**40,), (-1, -42), (2**62, 2**62)):
+        with zipfile.ZipFile(tmp_path / "p.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+            for each, value in content.items():
+                file = io.BytesIO()
+                np.save(file, np.array(json.dumps(value)) if each == "header" else value)
+                data = file.getvalue()
+                if each == "launch":
+                    file = io.BytesIO()
+                    prefix = {"descr": "<i4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, prefix)
+                    data = file.getvalue() + b"\0" * 4 * 42
+                archive.writestr(f"{each}.npy", data)
+        assert peak_of_loading(tmp_path / "p.npz") < 2e6
+
+
+def test_letters_that_are_none(tmp_path: Path) -> None:
+    """numpy stores text as 32-bit numbers, and gives numbers that are no letters to Python unchecked."""
+    content = parts(sample(), tmp_path / "p.npz")
+    letters = np.array(json.dumps(content["header"])).reshape(1).view(np.uint32).copy()
+    letters[letters == ord("k")] = 0xFFFFFFF0
+    text = letters.view(f"<U{len(letters)}").reshape(())
+    np.savez_compressed(tmp_path / "p.npz", **{**content, "header": text})
+    with pytest.raises(ValueError, match="is no dash_attn program"):
+        load(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("how", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_compressions_are_refused(how: int, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "p.npz", "w", how) as archive:
+        archive.writestr("header.npy", npy())
+    with pytest.raises(ValueError, match="compressed in an unknown way"):
+        load(tmp_path / "p.npz")
+
+
+def test_limits_can_be_set(tmp_path: Path) -> None:
+    program = sample()
+    save(program, tmp_path / "p.npz")
+    assert load(tmp_path / "p.npz", Limits(table_bytes=program.nbytes)).nbytes == program.nbytes
+    unrolled, g = int(program.runs[:, Run.COUNT].sum()), program.geometry
+    assert load(tmp_path / "p.npz", Limits(visits=unrolled, tiles=g.num_q * g.num_kv, sums=g.num_targets))
+    assert load(tmp_path / "p.npz", Limits(tasks=program.num_tasks))
+    tight = (
+        Limits(table_bytes=program.nbytes // 2),
+        Limits(visits=unrolled - 1),
+        Limits(tasks=program.num_tasks - 1),
+        Limits(tiles=g.num_q * g.num_kv - 1),
+        Limits(sums=g.num_targets - 1),
+        Limits(chain_visits=g.group * g.num_q - 1),
+    )
+    for limits in tight:
+        with pytest.raises(ValueError, match="limit"):
+            load(tmp_path / "p.npz", limits)
+
+
+def test_a_long_problem_is_within_the_limits(tmp_path: Path) -> None:
+    """What bounds hostile files must not refuse files that people make."""
+    problem = Problem(1, 32, 8, 2**17, 2**17, mask=CAUSAL)
+    program = compose(tile(problem, TileShape(64, 128)), "auto")
+    save(program, tmp_path / "p.npz")
+    assert load(tmp_path / "p.npz").fingerprint == program.fingerprint
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path / "pipe")
 
 
 @examples(400)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from hypothesis import strategies as st
 from dash_attn.launch import compose, enqueue
 from dash_attn.order import Order, applicable, arrange
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import CHAIN, RUN, TABLES, TILE, Chain, Program, Queue, Run, build
+from dash_attn.program import CHAIN, RUN, TABLES, TILE, Chain, Geometry, Program, Queue, Run, build
 from dash_attn.tiling import TileShape, TileState, Tiling, tile
 from dash_attn.verify import verify
 from tests.strategies import arbitrary_orders, examples, programs, tilings
@@ -132,6 +136,51 @@ def test_programs_cannot_be_changed() -> None:
         program.runs = program.runs  # type: ignore[misc]
     with pytest.raises(ValueError, match="table runs must be int32, got int64"):
         dataclasses.replace(program, runs=program.runs.astype(np.int64))
+
+
+def test_who_made_the_tables_cannot_change_them() -> None:
+    """Neither the caller's array, nor the array it is a view of, nor a flag set again reaches the program."""
+    program = compose(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
+    base = np.concatenate([program.runs, program.runs])
+    view = base[: len(program.runs)]
+    view.flags.writeable = False
+    other = dataclasses.replace(program, runs=view)
+    fingerprint = other.fingerprint
+    base[:] = 7
+    np.testing.assert_array_equal(other.runs, program.runs)
+    assert dataclasses.replace(other).fingerprint == fingerprint
+    derived = (other.task_first, other.partial_per_chain, other.contributors, other.target_base)
+    for table in (*(getattr(other, name) for name in TABLES), *derived):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            table.flags.writeable = True
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda program: pickle.loads(pickle.dumps(program))])
+def test_copies_and_pickles_cannot_be_changed_either(again: Callable[[Program], Program]) -> None:
+    program = compose(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "shift")
+    other = again(program)
+    assert other.fingerprint == program.fingerprint and other.geometry == program.geometry
+    for name in TABLES:
+        np.testing.assert_array_equal(getattr(other, name), getattr(program, name))
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            getattr(other, name).flags.writeable = True
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch": 0}, {"tile_m": 0}, {"len_q": -1}, {"len_k": 2.0}, {"group": "1"}, {"len_q": 2**31}]
+)
+def test_geometries_that_no_problem_has(wrong: dict[str, Any]) -> None:
+    geometry = Geometry(1, 1, 1, 8, 8, 2, 2)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(geometry, **wrong)
+    with pytest.raises(ValueError, match="more than a program can number"):
+        Geometry(2**15, 2**15, 1, 8, 8, 2, 2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    plain = compose(tile(Problem(1, 2, 2, 8, 8), TileShape(2, 2)), "fa3")
+    numpy = compose(tile(Problem(1, 2, 2, np.int64(8), np.int64(8)), TileShape(2, 2)), "fa3")  # type: ignore[arg-type]
+    assert numpy.fingerprint == plain.fingerprint
 
 
 def test_later_changes_of_the_source_do_not_reach_the_program() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import tracemalloc
 from collections.abc import Callable
 from itertools import combinations
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.program import Program, Sequences
+from dash_attn.program import Chain, Program, Sequences
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import TooFewWorkers, VerifyError, verify
 from tests.strategies import examples, programs
@@ -395,3 +396,25 @@ def test_co_residency_of_the_policies() -> None:
     assert needs == {"spt": 1, "descending": 1, "diagonal": 12}
     assert verify(compose(triangle, "symmetric_shift")).co_resident == 6
     assert np.diff(compose(triangle, "symmetric_shift").bundles.first).tolist() == [2] * 24
+
+
+def test_a_cycle_is_named_without_unrolling_every_task() -> None:
+    """A small table may stand for more tasks than fit in memory."""
+    plain = compose(tile(Problem(5000, 1, 1, 64, 2, mask=FULL), TileShape(1, 1)), "fa3")
+    # Chain 0 goes up, chain 1 goes down, and each has the second turn at the tile that it visits first.
+    up, down = [[0, 0, 1, 1, 1, 0, 0], [0, 1, 1, 63, 0, 0, 0]], [[0, 63, -1, 63, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0]]
+    chains = plain.chains.copy()
+    chains[:, Chain.FIRST_RUN], chains[:, Chain.NUM_RUNS] = 2 * chains[:, Chain.KV_TILE], 2
+    crossed = dataclasses.replace(plain, chains=chains, runs=np.array(up + down, np.int32))
+    with pytest.raises(VerifyError, match="the order has a cycle"):  # compiles the loops
+        verify(crossed)
+    again = dataclasses.replace(crossed)
+    tracemalloc.start()
+    try:
+        with pytest.raises(VerifyError, match="the order has a cycle") as refused:
+            verify(again)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert {task.batch for task in refused.value.tasks} == {0} and len(refused.value.tasks) == 4
+    assert peak < 8 * again.num_tasks  # less than one column of all tasks

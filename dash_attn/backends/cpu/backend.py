@@ -18,7 +18,7 @@ from dash_attn.tiling import TileShape
 
 
 class CpuBackend:
-    """Contributions are always added in order: the order costs nothing that a CPU would notice."""
+    """The CPU backend. It always adds contributions in order, because the order costs no time worth saving."""
 
     name = "cpu"
     always_deterministic = True

@@ -1,4 +1,4 @@
-"""backward: replay a Program on worker threads, with turnstiles."""
+"""backward: threads replay a Program, with turnstiles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _starting = Lock()
 class CpuConfig:
     """How the CPU replays a program. Only `order="any"` can change bits.
 
-    threads  workers that compute at once; torch's number of threads if None
-    workers  workers that hold chains; enough for the threads and for the order if None
-    order    "program": contributions are added in turn. "any": as they come, which is what atomics do; experiments use
-             it as their control
-    jitter   each contribution is late by a random time of up to this many seconds
+    threads  workers that compute at the same time; None means torch's number of threads
+    workers  workers that hold chains; None means enough for the threads and for the order
+    order    "program" adds contributions in turn. "any" adds them as they come, like atomics; it is the control of
+             experiments
+    jitter   each contribution is delayed by a random time, up to this number of seconds
     """
 
     threads: int | None = None
@@ -51,7 +51,7 @@ class CpuConfig:
 
 @torch.no_grad()
 def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients) -> None:
-    """Write dQ, dK and dV. Every worker of the placement is a thread of its own."""
+    """Write dQ, dK and dV. Each worker of the placement is one thread."""
     program, placed = plan.program, placement(plan, config.worker_count(plan))
     g = program.geometry
     for q_tile in (program.contributors == 0).nonzero()[0].tolist():
@@ -86,8 +86,11 @@ def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients)
 
 
 def _start(workers: list[Worker], ready: Semaphore) -> None:
-    """torch keeps a number of threads per thread, and one for threads to come: workers set both to 1, here the
-    latter is put back as soon as all run. The lock keeps two callers from putting back each other's 1."""
+    """Start the workers, and keep torch's number of threads for the caller.
+
+    torch has one number of threads for each thread and one default for new threads. A worker sets both to 1. This
+    function restores the default once all workers run. The lock stops two callers from restoring each other's 1.
+    """
     with _starting:
         threads = torch.get_num_threads()
         try:
@@ -100,7 +103,7 @@ def _start(workers: list[Worker], ready: Semaphore) -> None:
 
 
 def workspace_bytes(plan: Plan, config: CpuConfig) -> int:
-    """Bytes that `backward` allocates beside the gradients, without small objects: linear in the tokens."""
+    """Bytes that `backward` allocates beside the gradients, without small objects. They are linear in the tokens."""
     problem, g = plan.problem, plan.program.geometry
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
     planes = rows_q * (4 * problem.dim + 1) + rows_k * 2 * problem.dim

@@ -14,8 +14,8 @@ from dash_attn.program import Geometry
 
 @dataclass(frozen=True, eq=False)
 class QueryTile:
-    """Rows of one (batch, query head). `q` carries the softmax scale: P = exp(q k^T - lse), dK = dS^T q. Row i sees the
-    keys from `first[i]` to before `end[i]`. Contributions add up in `total`; `dq` is where the result goes."""
+    """Rows of one (batch, query head). `q` is already scaled: P = exp(q k^T - lse), dK = dS^T q. Row i sees keys
+    `first[i]` up to `end[i] - 1`. Contributions are summed in `total`, and the result goes to `dq`."""
 
     q: Tensor
     dout: Tensor
@@ -29,7 +29,7 @@ class QueryTile:
 
 @dataclass(frozen=True, eq=False)
 class KeyTile:
-    """Rows of one (batch, kv head), `index` their numbers; `dk`, `dv` are where the results go."""
+    """Rows of one (batch, kv head). `index` has their key numbers. The results go to `dk` and `dv`."""
 
     k: Tensor
     k_t: Tensor
@@ -41,11 +41,12 @@ class KeyTile:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Tiles by number, (batch * heads + head) * tiles + tile. All views are made here and once: making one costs a
-    worker more than the view is worth, because every thread needs the interpreter for it.
+    """Tiles by number: (batch * heads + head) * tiles + tile.
 
-    Operands are copied even if they are fp32: products then meet the same strides and alignment whatever the
-    caller passed, and alignment can change the bits of a library's product.
+    All views are made here, once. A worker that made views would hold the interpreter, and other workers would wait.
+
+    Operands are copied even if they are fp32. The products then always have the same strides and alignment, which can
+    change the bits of a library's product.
     """
 
     queries: list[QueryTile]
@@ -87,5 +88,5 @@ class Buffers:
 
 
 def _tiles(planes: Tensor, size: int) -> list[Tensor]:
-    """Views of (batch, heads, rows, ...), `size` rows each."""
+    """Views of a tensor (batch, heads, rows, ...), with `size` rows each."""
     return [tile for batch in planes for plane in batch for tile in plane.split(size)]

@@ -1,4 +1,4 @@
-"""forward: torch's flash kernel for CPU, taught every mask."""
+"""forward: torch's flash kernel for the CPU, with every mask."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dash_attn.problem import Problem, TileMask
 
 PROVIDER = "aten._scaled_dot_product_flash_attention_for_cpu"
 
-# The kernel takes an additive mask of all its pairs. In bands of so many rows, over the keys that a band sees at
-# all, that takes memory and work in proportion to the tokens for windows and documents.
+# The kernel takes an additive mask with an element for each pair. So rows are cut into bands, and each band gets only
+# the keys that it sees. Memory and work for windows and documents are then proportional to the number of tokens.
 BAND = 512
 
 
@@ -20,13 +20,13 @@ BAND = 512
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), fp32, natural logarithm.
 
-    Rows that see nothing have out = 0 and lse = -inf.
+    A row that sees no key has out = 0 and lse = -inf.
     """
-    # The kernel reads neighbours along a row whatever its stride, without a check.
+    # The kernel assumes a last stride of 1 and does not check it.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     k, v = (x.repeat_interleave(problem.group, dim=2) if problem.group > 1 else x for x in (k, v))
     mask, len_q, len_k = problem.mask, problem.len_q, problem.len_k
-    # Its own causal mask is aligned at the start, and scaled with the scores: 0 or less would turn it around.
+    # The kernel's own causal mask is aligned at the start. It is also scaled, so a scale of 0 or less would break it.
     plain_causal = mask.is_causal and len_q == len_k and problem.softmax_scale > 0
     if len_q and len_k and (mask.is_full or plain_causal):
         return _kernel(problem, (q, k, v), is_causal=mask.is_causal)
@@ -46,7 +46,7 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         sees = allowed.any(1)
         bias = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill_(~allowed, -math.inf)
         band_out, band_lse = _kernel(problem, (q[:, rows], k[:, keys], v[:, keys]), attn_mask=bias)
-        # Where all is masked the kernel gives some number: keep out = 0 and lse = -inf there.
+        # The kernel's values for fully masked rows have no meaning. Such rows keep out = 0 and lse = -inf.
         out[:, rows][:, sees] = band_out[:, sees]
         lse[:, :, rows][:, :, sees] = band_lse[:, :, sees]
     return out, lse
@@ -63,7 +63,7 @@ def _kernel(
 
 
 def _cells(tiles: TileMask, rows: slice, keys: slice) -> Tensor:
-    """The part of a tile mask, element by element."""
+    """These rows and keys of a tile mask, element by element."""
     cells = torch.from_numpy(tiles.cells())
     row, key = torch.arange(rows.start, rows.stop), torch.arange(keys.start, keys.stop)
     return cells[(row // tiles.cell_m)[:, None], key // tiles.cell_n]

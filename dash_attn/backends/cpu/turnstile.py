@@ -7,14 +7,14 @@ from threading import Condition, Lock
 
 
 class Stopped(Exception):
-    """Another worker failed or the caller gave up: there is nothing left to wait for."""
+    """Another worker has failed or the caller was interrupted, so waiting is useless."""
 
 
 class Turnstiles:
-    """One counter per dQ tile. A contribution passes when the counter shows its turn, and moves it on when it leaves.
+    """One counter for each dQ tile. A contribution enters when the counter shows its turn, and adds 1 when it leaves.
 
-    Unordered turnstiles admit whoever comes, still one at a time. One lock guards all counters; it is held for
-    bookkeeping only, never during arithmetic.
+    Unordered turnstiles admit contributions as they come, still one at a time. One lock guards all counters. No worker
+    holds it during arithmetic.
     """
 
     def __init__(self, count: int, *, ordered: bool = True) -> None:
@@ -23,10 +23,10 @@ class Turnstiles:
         self._lock = Lock()
         self._served = [0] * count
         self._busy = bytearray(count)
-        self._moved: dict[int, Condition] = {}  # only where somebody has ever waited
+        self._moved: dict[int, Condition] = {}  # only for tiles where a worker has waited
 
     def enter(self, target: int, turn: int, before_waiting: Callable[[], None]) -> int:
-        """Wait until the contribution may be added; how many were added before it."""
+        """Wait until the contribution may be added. Returns the number of contributions before it."""
         with self._lock:
             if not self._admits(target, turn):
                 before_waiting()
@@ -37,7 +37,7 @@ class Turnstiles:
             return self._served[target]
 
     def leave(self, target: int) -> None:
-        """The contribution has landed: release the next turn."""
+        """The contribution is added: admit the next turn."""
         with self._lock:
             self._served[target] += 1
             self._busy[target] = False
@@ -45,7 +45,7 @@ class Turnstiles:
                 self._moved[target].notify_all()
 
     def stop(self, error: BaseException) -> None:
-        """Let nobody through any more and wake all who wait; the first error is kept."""
+        """Admit no contribution any more, and wake all waiting workers. The first error is kept."""
         with self._lock:
             self.error = self.error or error
             for moved in self._moved.values():

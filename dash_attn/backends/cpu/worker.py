@@ -15,20 +15,20 @@ from dash_attn.backends.cpu.buffers import Buffers, KeyTile, QueryTile
 from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
 from dash_attn.program import Geometry, Program
 
-# Scores less their row's lse are clamped before exp. Below, nothing is lost, and the library is many times slower
-# where exp underflows. Above 0 only masked pairs come, and must stay finite to be multiplied by 0.
+# score - lse is clamped before exp. Below LEAST the result is too small to matter, and exp is much slower where it
+# underflows. Only masked pairs have values above 0. They must stay finite, because they are multiplied by 0.
 LEAST, MOST = -80.0, 80.0
 
 
 class Scratch:
-    """Room for the scores of one tile. Holding one is also the permit to compute: there are as many as threads."""
+    """Memory for the scores of one tile. It is also the permit to compute: there is one for each computing thread."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._buffers = torch.empty(3, geometry.tile_m * geometry.tile_n)
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def views(self, rows: int, columns: int) -> tuple[Tensor, ...]:
-        """P, its transpose, dS, its transpose, and room for a mask."""
+        """P, P^T, dS, dS^T, and memory for a mask."""
         if (rows, columns) not in self._views:
             p, ds, allowed = (buffer[: rows * columns].view(rows, columns) for buffer in self._buffers)
             self._views[rows, columns] = p, p.t(), ds, ds.t(), allowed
@@ -48,7 +48,7 @@ class Job:
 
 
 class Worker(Thread):
-    """Runs chains one after the other; dK and dV of a chain are summed in visit order, in buffers of its own."""
+    """Runs chains one after the other. It sums dK and dV of a chain in visit order, in its own buffers."""
 
     def __init__(self, job: Job, chains: list[int], ready: Semaphore) -> None:
         super().__init__(name="dash_attn", daemon=True)
@@ -59,7 +59,8 @@ class Worker(Thread):
 
     def run(self) -> None:
         try:
-            # The first look at the number takes over the process's, once: without it that would undo the setting.
+            # The first call that needs the number of threads copies the process's number. The copy must happen before
+            # set_num_threads, because it would undo that setting.
             torch.get_num_threads()
             torch.set_num_threads(1)
             self._ready.release()
@@ -86,7 +87,7 @@ class Worker(Thread):
         keys.dv.copy_(dv)
 
     def _compute(self, rows: QueryTile, keys: KeyTile, dk: Tensor, dv: Tensor, partial: bool) -> Tensor:
-        """The five products of one tile: adds to dK and dV, gives the dQ contribution."""
+        """The five products of one tile. They add to dK and dV, and the result is the dQ contribution."""
         if self._scratch is None:
             self._scratch = self._job.permits.get()
         p, p_t, ds, ds_t, allowed = self._scratch.views(len(rows.q), len(keys.k))
@@ -100,7 +101,7 @@ class Worker(Thread):
         return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
 
     def _add(self, dq: Tensor, target: int, turn: int) -> None:
-        """In its turn: the first contribution is stored, the last also writes the result."""
+        """Add a contribution in its turn. The first one is stored, and the last one also writes the result."""
         job = self._job
         rows = job.buffers.queries[target]
         if job.jitter:

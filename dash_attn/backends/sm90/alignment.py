@@ -1,4 +1,4 @@
-"""Which tensors bulk loads and stores can take as they are."""
+"""Alignment: whether the kernels' bulk loads and stores can use a tensor without a copy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Alignment:
-    """Whether the kernels take some tensors as they are. The answer for a set of strides is remembered: a call on a
-    small problem has no time to look at every stride."""
+    """Says whether the kernels can use tensors without copies. It caches the answer by strides, because checking them
+    at every call would be slow for a small problem."""
 
     def __init__(self) -> None:
         self._by_strides: dict[tuple[tuple[int, ...], ...], bool] = {}
@@ -25,10 +25,10 @@ class Alignment:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy that bulk loads can take: contiguous rows; start and strides, none 0, at 16 bytes."""
+    """The tensor itself, or an aligned copy: contiguous rows, start and strides multiples of 16 bytes, no stride 0."""
     if x.data_ptr() % 16 == 0 and fits(x.stride()):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # contiguous() keeps a tensor whose start alone is off
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() does not copy if only the start is off
 
 
 def fits(strides: tuple[int, ...]) -> bool:

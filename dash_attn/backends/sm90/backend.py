@@ -1,4 +1,4 @@
-"""Hopper GPUs as a backend: a forward from a library, the backward by the sm90 kernel."""
+"""The backend of Hopper GPUs: the forward from a library, the backward by the sm90 kernel."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .tables import DeviceTables
 from .workspace import Workspace, parts_shape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
-MOST_BATCHES = 32767  # a launch has two CTAs for each in a dimension of at most 65,535
+MOST_BATCHES = 32767  # a grid dimension of at most 65,535 holds two CTAs for each batch entry
 
 
 class Sm90Backend:
-    """bf16 and fp16, head dims that are multiples of 8 up to 128. Bits depend on the order and the kernel, never on
-    the GPU's size."""
+    """bf16 and fp16, and head dims that are multiples of 8 up to 128. Bits depend on the order and the kernel, never on
+    the number of SMs."""
 
     name = "sm90"
     always_deterministic = False
@@ -67,7 +67,7 @@ class Sm90Backend:
 
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
-    """The kernel of a plan with its tables on the device."""
+    """The kernel of a plan, with its tables on the device."""
     problem, workers = plan.problem, resident_workers(device) - options.sm_margin
     try:
         placed = placement(plan, workers)
@@ -80,12 +80,12 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
 
 @lru_cache(None)
 def resident_workers(device: torch.device) -> int:
-    """One CTA fills an SM's shared memory, so as many workers run together as there are SMs."""
+    """The number of SMs. One CTA fills the shared memory of an SM, so each SM runs one worker."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def require(device: torch.device) -> None:
-    """What the kernel needs of a machine, or an error that says what is missing."""
+    """Raise an error that says what is missing, if the kernel cannot run on this machine."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         name = torch.cuda.get_device_name(device)
@@ -98,7 +98,7 @@ def require(device: torch.device) -> None:
 
 
 def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
-    """The kernel for a problem, or an error that says which problems have one."""
+    """The kernel config of a problem, or an error that says which problems have one."""
     if problem.dtype not in DTYPES:
         raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
     if problem.dim not in HEAD_DIMS:

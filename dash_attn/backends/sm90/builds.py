@@ -1,4 +1,4 @@
-"""Runs of the two special builds of the kernel: one notes when everything happens, one keeps every contribution."""
+"""Two special builds of the kernel: one writes time stamps, one keeps every contribution. They give the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tables import DeviceTables
 from .workspace import Workspace
 
 TRACE = (("trace", True),)  # Options.kernel of the tracing build
-DEBUG = (("debug", True), ("finish", "postpass"))  # and of the debug build; the bits of both are those of the plain one
+DEBUG = (("debug", True), ("finish", "postpass"))  # Options.kernel of the debug build
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class TraceBuffers:
 
     @staticmethod
     def of(tables: DeviceTables) -> TraceBuffers:
-        """As many rows as the longest worker has entries: one for each task, and one for each chain."""
+        """An entry is a task or the end of a chain. There are rows for the worker with the most entries."""
         counts, chains = tables.runs[:, Run.COUNT].cpu().numpy(), tables.chains.cpu().numpy()
         until = np.append(0, np.cumsum(counts, dtype=np.int64))
         first, count = chains[:, Chain.FIRST_RUN], chains[:, Chain.NUM_RUNS]
@@ -47,7 +47,7 @@ class TraceBuffers:
 
 
 def trace(launch: Launch, operands: Operands, into: Gradients, warm_up: int = 3) -> npt.NDArray[np.int64]:
-    """Run the tracing build some times to warm up and once more; the events of the last run."""
+    """Run the tracing build `warm_up` times and once more. Returns the events of the last run."""
     workspace, buffers = Workspace.of(launch.cfg, operands.q), TraceBuffers.of(launch.tables)
     for _ in range(warm_up + 1):
         launch(operands, into, workspace, buffers)
@@ -81,14 +81,14 @@ class DebugBuffers:
 
 
 class Debugged(NamedTuple):
-    contributions: Tensor  # as in DebugBuffers; NaN past the contributors of a tile
-    dq_sum: Tensor  # [planes, n_q, floats of a tile]: what the kernel added up
+    contributions: Tensor  # as in DebugBuffers; NaN for turns that a tile does not have
+    dq_sum: Tensor  # [planes, n_q, floats of a tile]: the sums of the kernel
 
 
 def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     """Run the debug build once and wait for it.
 
-    A turn that does not come within seconds is a RuntimeError that names who waits for what. After that the process has
+    If a turn does not come within seconds, a RuntimeError names the waiting writer and its turn. The process has then
     lost its CUDA context and must end.
     """
     workspace = Workspace.of(launch.cfg, operands.q)

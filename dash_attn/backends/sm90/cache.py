@@ -1,7 +1,7 @@
 """Compiled kernels, kept in memory and on disk.
 
-A file's name hashes what its machine code depends on: the config, the kernel's sources and the compiler's version.
-A file appears by renaming, so processes can share a folder.
+A file's key hashes what its machine code depends on: the config, the kernel's sources, and the compiler with its
+libraries and settings.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,41 @@ from dash_attn.backends.sources import source_hash
 from dash_attn.program import Chain, Run
 
 from .config import KernelConfig
+from .store import Store, Untrusted, discard
 
 log = logging.getLogger(__name__)
 ENTRY = "dash_attn_kernel"  # the function's name in a compiled file
 CONSTANTS = ("barriers.py", "config.py", "cta.py", "smem_plan.py")  # what device/*.py imports from this folder
+COMPILER = ("nvidia-cutlass-dsl", "apache-tvm-ffi")  # how the names of its packages begin
+SETTING = "CUTE_DSL_"  # how the compiler's environment variables begin
+# Settings that change what the compiler prints, keeps or caches. Every other one may change the code.
+HARMLESS = frozenset(
+    {
+        "CACHE_DIR",
+        "DEBUG_LEAVES",
+        "DISABLE_FILE_CACHING",
+        "DUMP_DIR",
+        "ENABLE_OPTIMIZATION_WARNINGS",
+        "FILTER_STACKTRACE",
+        "JIT_CACHE_MAX_ELEMS",
+        "JIT_TIME_PROFILING",
+        "KEEP",
+        "KEEP_CUBIN",
+        "KEEP_IR",
+        "KEEP_PTX",
+        "KEEP_SASS",
+        "LOG_AUTOTUNE",
+        "LOG_LEVEL",
+        "LOG_TO_CONSOLE",
+        "LOG_TO_FILE",
+        "NO_CACHE",
+        "PRINT_AFTER_PREPROCESSOR",
+        "PRINT_IR",
+        "SHOW_STACKTRACE",
+        "VERIFY_TRACE",
+        "WARNINGS_IGNORE",
+    }
+)
 
 Kernel = Callable[..., None]
 
@@ -34,13 +66,53 @@ class Kernels(NamedTuple):
 
     prepare: Kernel
     main: Kernel
-    finish: Kernel | None  # None where the last contributor finishes dQ
-    fold: Kernel | None = None  # None where chains are not cut
+    finish: Kernel | None  # None if the last contributor finishes dQ
+    fold: Kernel | None = None  # None if chains are not cut
+
+
+# ---- where kernels are kept --------------------------------------------------------------------------------
+
+
+def folders() -> Iterator[Path]:
+    """Where kernels may be kept, best place first. A folder that the user names is the only one."""
+    named, cache = os.environ.get("DASH_ATTN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
+    if named:
+        yield Path(named).absolute()
+        return
+    if os.path.isabs(cache):
+        yield Path(cache) / "dash_attn"
+    else:
+        with suppress(RuntimeError):  # neither HOME nor an entry for this user
+            yield Path.home() / ".cache" / "dash_attn"
+    yield Path(tempfile.gettempdir()) / f"dash_attn-{os.geteuid()}"
 
 
 def folder() -> Path:
-    root = os.environ.get("DASH_ATTN_CACHE_DIR")
-    return Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dash_attn"
+    return next(folders())
+
+
+def store() -> Store | None:
+    """The first folder that can be trusted; None, with a warning, if there is none."""
+    reasons = []
+    for place in folders():
+        try:
+            usable = Store.at(place)
+        except (OSError, Untrusted) as error:
+            reasons.append(str(error))
+            continue
+        if reasons:
+            warn_once(f"kernels are kept in {place}: {'; '.join(reasons)}")
+        return usable
+    warn_once(f"kernels are not kept, each process compiles its own: {'; '.join(reasons)}")
+    return None
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+# ---- what the machine code depends on ----------------------------------------------------------------------
 
 
 def kernel_sources() -> list[Path]:
@@ -49,22 +121,49 @@ def kernel_sources() -> list[Path]:
     return [*here.glob("device/*.py"), *(here / name for name in CONSTANTS)]
 
 
-@functools.cache
 def toolchain() -> str:
-    """Hash of the kernel's sources, of the columns that it reads, and of the compiler's version."""
+    """Hash of the kernel's sources, of the columns that it reads, and of the compiler and its settings."""
+    return hashlib.sha256("\n".join((sources(), packages(), *settings())).encode()).hexdigest()
+
+
+@functools.cache
+def sources() -> str:
     columns = [(column.name, column.value) for table in (Chain, Run) for column in table]
-    parts = [source_hash(kernel_sources()), str(columns)]
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        try:
-            parts.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            parts.append(f"{package} unknown")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return f"{source_hash(kernel_sources())} {columns}"
 
 
-def path_of(kind: str, cfg: KernelConfig) -> Path:
-    key = hashlib.sha256(f"{toolchain()} {kind} {cfg!r}".encode()).hexdigest()[:32]
-    return folder() / f"sm90-{kind}-{key}.o"
+@functools.cache
+def packages() -> str:
+    """The compiler's packages, its libraries among them, with their versions."""
+    return " ".join(sorted({f"{each.name} {each.version}" for each in distributions() if is_compiler(each.name or "")}))
+
+
+def is_compiler(package: str) -> bool:
+    return package.lower().replace("_", "-").startswith(COMPILER)
+
+
+def settings() -> list[str]:
+    """The compiler's settings in the environment that may change the code."""
+    names = sorted(name for name in os.environ if name.startswith(SETTING))
+    return [f"{name}={os.environ[name]}" for name in names if name.removeprefix(SETTING) not in HARMLESS]
+
+
+def key_of(kind: str, cfg: KernelConfig) -> str:
+    return f"sm90-{kind}-{hashlib.sha256(f'{toolchain()} {kind} {cfg!r}'.encode()).hexdigest()[:32]}"
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------
+
+
+def compile_kernel(kind: str, cfg: KernelConfig) -> Kernel:
+    from .device.compile import COMPILERS
+
+    kernel: Kernel = COMPILERS[kind](cfg)
+    return kernel
+
+
+def export(compiled: Any, path: Path) -> None:
+    compiled.export_to_c(object_file_path=str(path), function_name=ENTRY)
 
 
 def load(path: Path) -> Kernel:
@@ -74,33 +173,40 @@ def load(path: Path) -> Kernel:
     return kernel
 
 
-def save(compiled: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".o")
-    os.close(handle)
-    compiled.export_to_c(object_file_path=temporary, function_name=ENTRY)
-    os.replace(temporary, path)
+def kept(place: Store, key: str) -> Kernel | None:
+    path = place.find(key)
+    if path is None:
+        return None
+    try:
+        return load(path)
+    except Exception as error:  # a file that cannot be loaded must not stop a run that can compile
+        log.warning("cannot load %s (%s); compiling again", path, error)
+        discard(path)
+        return None
 
 
 def build(kind: str, cfg: KernelConfig) -> Kernel:
-    path = path_of(kind, cfg)
-    if path.exists():
+    """Load a kernel, or compile and keep it. Processes that want the same kernel at once compile it once."""
+    place, key = store(), key_of(kind, cfg)
+    if place is None:
+        return compile_kernel(kind, cfg)
+    kernel = kept(place, key)
+    if kernel is not None:
+        return kernel
+    with place.locked(key):
+        kernel = kept(place, key)  # the process that held the lock before may have made it
+        if kernel is not None:
+            return kernel
+        kernel = compile_kernel(kind, cfg)
         try:
-            return load(path)
-        except Exception as error:  # a damaged file must not stop a run that can compile
-            log.warning("cannot load %s (%s); compiling again", path, error)
-    from .device.compile import COMPILERS
-
-    kernel: Kernel = COMPILERS[kind](cfg)
-    try:
-        save(kernel, path)
-    except OSError as error:
-        log.warning("cannot keep %s (%s)", path, error)
+            place.keep(key, functools.partial(export, kernel))
+        except Exception as error:  # a full disk must not stop a run that has its kernel
+            log.warning("cannot keep %s in %s (%s)", key, place.folder, error)
     return kernel
 
 
 def shared(cfg: KernelConfig) -> KernelConfig:
-    """The config of the kernels before and after the main one, which depend on the tiles alone."""
+    """The config of the kernels before and after the main one. They depend on the tiles only."""
     return KernelConfig(cfg.columns, cfg.dtype)
 
 
@@ -111,7 +217,7 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 
 @functools.cache
 def kernels(cfg: KernelConfig) -> Kernels:
-    """Compiled at most once in a process, and not at all if the folder has them."""
+    """The kernels of a config. A process compiles them at most once, and not at all if the folder has them."""
     finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
     fold = side_kernel("fold", replace(shared(cfg), cut=True)) if cfg.cut else None
     return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, fold)

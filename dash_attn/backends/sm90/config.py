@@ -22,7 +22,7 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")  # row 0 of a worker's stamps
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself, because its neighbours are polled too
-MOST_TURNS = 2**16 - 1  # of a q tile: two halves may count in one word
+MOST_TURNS = 2**16 - 1  # of a q tile, because two halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # by padded head dim: from this many keys per query on, "postpass" is faster
 SPARE_REGS = 24  # registers that a consumer thread needs beside its tiles
 
@@ -35,7 +35,7 @@ class KernelConfig:
     change only the speed.
     """
 
-    columns: int  # head dim of the tensors; loads fill a tile with zeros up to `dim` columns, stores drop these
+    columns: int  # head dim of the tensors; loads pad a tile with zeros to `dim` columns, stores drop the padding
     dtype: str = "bf16"
     mask: str = "full"  # how partial tiles are masked: by key length only, causally, or by an interval of each row
     ordered: bool = True  # add each dQ contribution in its turn; otherwise in the order of arrival
@@ -95,7 +95,7 @@ class KernelConfig:
     def counters(self) -> tuple[int, int]:
         """Turnstile counters of a q tile, and the words of each.
 
-        Wide counters lie in memory borrowed from dQ (see launch.Workspace). Contributors that finish dQ themselves
+        Wide counters lie in memory borrowed from dQ (see workspace.py). Contributors that finish dQ themselves
         write to that memory early, so such a config has one word for a tile. Split turns then count in its halves.
         """
         return (1, 1) if self.last_finishes else (2 if self.split else 1, COUNTER_WORDS)
@@ -123,7 +123,7 @@ class KernelConfig:
 
     @property
     def tile_regs(self) -> int:
-        """Registers of a consumer thread for tiles: dK, dV, S^T and dP^T in fp32, and K if kept. dQ reuses S^T."""
+        """Registers of a consumer thread for tiles: dK, dV, S^T, dP^T in fp32, and K if kept. dQ uses those of S^T."""
         rows = TILE_N // CONSUMER_WARPGROUPS
         sums = 2 * rows * self.dim // WARPGROUP + 2 * rows * self.tile_m // WARPGROUP
         return sums + self.k_kept * rows * 16 // 2 // WARPGROUP
@@ -150,7 +150,7 @@ class KernelConfig:
             yield "debug and trace are separate builds: choose one"
         if self.split and self.sum_parts[0] != self.sum_parts[1]:
             yield f"split turns need equal halves, and those of head dim {self.columns} differ"
-        words, pairs = self.tile_m // 4, self.tile_m // 8  # of P, and of LSE or delta, that a thread has
+        words, pairs = self.tile_m // 4, self.tile_m // 8  # words of P, and pairs of LSE or delta, of one thread
         if not 0 <= self.p_early <= words:
             yield f"p_early {self.p_early}: a thread has {words} words of P"
         if self.p_early and not self.delta_ahead:

@@ -1,9 +1,9 @@
-"""The forward of FlashAttention-4, called for a problem seen before without its Python front.
+"""The forward of FlashAttention-4, without the host time of its Python front end.
 
-The front chooses a tile, builds a key and looks up the compiled kernel: 100 us of host time at every call. All of that
-follows from shapes, strides and the problem. So the first call goes through the front and notes the compiled kernel and
-its arguments; later calls with the same shapes and strides hand new tensors to the same kernel. Where the note is not
-what this file expects, every call goes through the front.
+The front end chooses a tile, builds a key and looks up the compiled kernel. That takes 100 us at every call, and the
+result follows from the problem, the shapes and the strides. So the first call uses the front end, and this file records
+the compiled kernel and its arguments. Later calls with the same shapes and strides pass new tensors to the recorded
+kernel. If the record is not what this file expects, every call uses the front end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
 
 class Noted(NamedTuple):
-    """A compiled kernel and what its calls have in common: the arguments behind the tensors."""
+    """A compiled kernel, and the arguments after the tensors, which are the same at every call."""
 
     kernel: Callable[..., Any]
     others: tuple[Any, ...]
@@ -44,13 +44,14 @@ class Fa4Forward:
             "window_size_right": None if mask.right == 0 else mask.right,
             "return_lse": True,
         }
-        packed, tokens = mask.documents is not None, problem.batch * problem.len_q
-        self.lse_shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
+        self.packed, tokens = mask.documents is not None, problem.batch * problem.len_q
+        self.lse_shape = (problem.heads_q, tokens) if self.packed else (problem.batch, problem.heads_q, problem.len_q)
         self._noted: dict[tuple[object, ...], Noted | None] = {}  # by device and strides
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.problem.mask.documents is None:
+        if not self.packed:
             return self._run(q, k, v, self.how)
+        assert self.problem.mask.documents is not None
         packing = packing_of(self.problem.mask.documents, self.problem.batch, q.device)
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         return unpacked(self.problem, *self._run(q, k, v, self.how | packing._asdict()))
@@ -68,12 +69,12 @@ class Fa4Forward:
             return out, lse
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
-        noted.kernel(q.detach(), k.detach(), v.detach(), out, lse, *noted.others)
+        noted.kernel(q, k, v, out, lse, *noted.others)
         return out, lse
 
 
 class Recorder:
-    """Stands in for the front's table of compiled kernels and notes which of them this thread calls, with what."""
+    """Replaces the front end's table of compiled kernels, and records which kernels this thread calls, and how."""
 
     _lock = threading.Lock()
 
@@ -110,8 +111,11 @@ class Recorder:
         return noting
 
     def note(self, tensors: tuple[Tensor, ...], how: dict[str, Any]) -> Noted | None:
-        """The one kernel that was called, if its arguments are as expected: first these tensors, then plain values and
-        tensors of the caller. A tensor that the front made would have to be made again on another stream."""
+        """The recorded kernel, or None if the record is not as expected.
+
+        Expected is one call, with these tensors first, then plain values and tensors of the caller. A tensor that the
+        front end has made cannot be reused on another stream.
+        """
         if len(self.calls) != 1:
             return None
         kernel, (args, kwargs) = self.calls[0]

@@ -1,9 +1,8 @@
-"""The forward on CUDA comes from a library: which one runs a problem, and how it is called.
+"""The forward on CUDA, which comes from a library: the choice of the provider, and its call.
 
-Providers are tried in the order of PROVIDERS: the first that is installed and takes the problem runs it.
-DASH_ATTN_FORWARD names one instead. It is read at every call; if the named provider cannot run the problem, no other
-does. All give out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), float32, natural logarithm, and none adds
-in an order that depends on time.
+The first of PROVIDERS that is installed and takes the problem runs it. The variable DASH_ATTN_FORWARD names one
+instead. It is read at every call. If the named provider cannot run the problem, that is an error. Every provider gives
+out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), float32, natural logarithm, and repeats its bits.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ Result = tuple[Tensor, Tensor]
 
 
 class Provider(Protocol):
-    """`missing` says why it cannot run here, `refuses` why it cannot run a problem; None if it can. `bound` gives the
-    forward of a problem, with everything that its calls share looked up."""
+    """A library with a forward.
+
+    `missing` says why the library cannot run on this machine, and `refuses` why it cannot run a problem. Both are None
+    if it can. `bound` gives the forward of one problem.
+    """
 
     key: str
 
@@ -65,7 +67,7 @@ class FlashAttention4:
 
 
 class CuDnn:
-    """cuDNN by way of torch, which shows it without windows and packing and aligns causal masks at the start."""
+    """cuDNN through torch. Torch passes no windows and no packed sequences, and aligns causal masks at the start."""
 
     key = "cudnn"
 
@@ -102,7 +104,7 @@ class TorchFlash:
     key = "torch"
 
     def label(self) -> str:
-        # Torch lets others stand in for its kernel. Ours only leads back to it.
+        # Another kernel may be registered in place of torch's. Ours ("dash") calls torch's own kernel here.
         active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
         by = "" if active in (None, "dash") else f", {active}"
         return f"aten._flash_attention_forward (torch {torch.__version__}{by})"
@@ -112,7 +114,8 @@ class TorchFlash:
 
     def refuses(self, problem: Problem) -> str | None:
         right, lengths = problem.mask.right, _lengths(problem)
-        # It takes a right side as long as the keys for no limit at all, which is not so for queries before the first.
+        # The kernel treats a right side that is as long as the keys as no limit. That is wrong for queries whose
+        # position is before the first key.
         if right and right >= max(n for _, n in lengths) and any(m > n for m, n in lengths):
             return f"torch's flash kernel drops a right side of {right} where there are more queries than keys"
         return None
@@ -137,7 +140,7 @@ class TorchFlash:
             out, lse, *_ = flash(*flat, *packing, 0.0, mask.right == 0, False, **how)
             out, lse = unpacked(problem, out, lse)
         if has_empty_rows(problem):
-            lse = lse.masked_fill(lse == math.inf, -math.inf)  # what it says of a row that sees nothing
+            lse = lse.masked_fill(lse == math.inf, -math.inf)  # the kernel gives inf for a row without keys
         return out, lse
 
 
@@ -145,10 +148,10 @@ PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), CuDnn(), TorchFlash())
 
 
 def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provider:
-    """Who runs a problem, or an error that says of each why not."""
+    """The provider of a problem, or an error that says for each provider why not."""
     if problem.mask.tiles is not None:
         raise NotImplementedError(f"mask has tiles, for which there is no forward on GPUs: {OWN_FORWARD}")
-    if problem.softmax_scale <= 0:  # they take the largest score before they scale it
+    if problem.softmax_scale <= 0:  # the libraries take the largest score before they scale it
         raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
     asked = os.environ.get(VARIABLE)
     keys = [provider.key for provider in providers]
@@ -169,8 +172,7 @@ def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provi
 
 
 class LibraryForward:
-    """The forward of a problem by the provider that is chosen at each call; rows that see nothing have out = 0 and
-    lse = -inf."""
+    """The forward of a problem. Each call chooses the provider. A row that sees no key has out = 0 and lse = -inf."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -212,8 +214,8 @@ def _fa4_missing() -> str | None:
         return "flash-attn-4 is not installed (pip install 'dash-attn[cuda]')"
     try:
         taken = inspect.signature(entry()).parameters
-    except Exception as error:  # whatever its compiler's modules raise when versions do not fit
-        # Installed and broken is not the same as not installed: going on with another forward would change bits.
+    except Exception as error:  # its compiler's modules raise various errors if versions do not fit
+        # A broken installation is an error, because another forward would change the bits.
         raise NotImplementedError(
             f"flash-attn-4 {installed} is installed and cannot be imported ({error}): mend or remove it, or set "
             f"{VARIABLE}=cudnn or torch"

@@ -1,4 +1,4 @@
-"""Launch: the backward of one plan on a Hopper GPU, with everything that its calls share looked up."""
+"""Launch: the backward of one plan on a Hopper GPU. Everything that calls share is looked up once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Extra(Protocol):
-    """Buffers of a build that traces or debugs: tensors and host addresses that its kernel takes beside the usual."""
+    """Additional tensors and host addresses for the kernel of a tracing or debug build."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]: ...
@@ -29,19 +29,21 @@ class Extra(Protocol):
 
 
 class Launch:
-    """dQ, dK, dV of softmax(scale Q K^T + mask) V. A small problem takes the host longer than the GPU, so the calls of
-    a launch do as little as possible."""
+    """dQ, dK, dV of softmax(scale Q K^T + mask) V.
+
+    For a small problem the host takes longer than the GPU, so a call does as little as possible.
+    """
 
     def __init__(self, cfg: KernelConfig, tables: DeviceTables, scale: float) -> None:
         self.cfg, self.tables, self.scale = cfg, tables, scale
         self.prepare, self.main, self.finish, self.fold = kernels(cfg)
         program = (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors)
-        # The kernel reads the intervals of rows only for mask "interval". Elsewhere contributors stand in for them.
+        # The kernel reads the intervals of rows only for mask "interval". Other masks pass contributors in their place.
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
         self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
         self.clears = tables.empty_q_tiles or not cfg.ordered
         self._takes = Alignment()
-        self._streams: set[int] = set()  # that have used the tables
+        self._streams: set[int] = set()  # streams that have used the tables
 
     def __call__(
         self,
@@ -50,7 +52,7 @@ class Launch:
         workspace: Workspace | None = None,
         extra: Extra | None = None,
     ) -> None:
-        """Tensors that bulk loads and stores cannot take are copied."""
+        """Write the gradients to `into`. Tensors with an unsuitable alignment are copied."""
         if (extra is None) is (self.cfg.trace or self.cfg.debug):
             raise ValueError("a build that traces or debugs runs through builds.trace or builds.debug, no other does")
         dout, q, k, v, out, lse = operands
@@ -82,7 +84,7 @@ class Launch:
         else:
             stats = tuple(workspace)
         if q.is_cuda and (stream := torch._C._cuda_getCurrentRawStream(q.device.index)) not in self._streams:
-            # Another stream copied the tables: their memory must outlast this stream's use of it.
+            # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
             self.tables.chains.record_stream(torch.cuda.current_stream(q.device))
             self._streams.add(stream)
         if self.clears:
@@ -102,7 +104,7 @@ class Launch:
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:
-    """Zeros where the kernel adds to what it has not stored, or stores nothing."""
+    """Fill with zeros what the kernel reads before it has written it, and what it never writes."""
     if tables.empty_q_tiles:
         dq.zero_()
     if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):

@@ -1,4 +1,4 @@
-"""Packed sequences as flash kernels take them."""
+"""Packed sequences in the form that flash kernels take."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import uploaded
 
 
 class Packing(NamedTuple):
-    """The field names are FlashAttention's."""
+    """Arguments of a flash kernel for packed sequences, under FlashAttention's names."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -25,7 +25,7 @@ class Packing(NamedTuple):
 
 @lru_cache(maxsize=256)
 def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
-    """The rows of a batch one behind the other, each with the same documents.
+    """The rows of a batch as one pack, each row with the same documents.
 
     The boundaries are copied to the device once: a copy in every call could not be captured in a CUDA graph.
     """
@@ -37,7 +37,7 @@ def packing_of(documents: Documents, batch: int, device: torch.device) -> Packin
 
 
 def unpacked(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, heads, dim) and (heads, tokens) of a whole batch, as (batch, seqlen, heads, dim) and (batch, heads,
+    """Reshape out (tokens, heads, dim) to (batch, seqlen, heads, dim), and lse (heads, tokens) to (batch, heads,
     seqlen)."""
     shape = (problem.batch, problem.len_q, problem.heads_q)
     lse = lse.view(shape[2], *shape[:2]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""The shared memory of one CTA: every buffer with its place, and the words of the small tables. Pure Python."""
+"""The shared memory of one CTA: the offset of every buffer, and the words of the small tables. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TaskEntry(IntEnum):
-    """int32 words of an entry of the task ring that stands for a task."""
+    """int32 words of a task in the task ring."""
 
     FLAGS = 0
     Q_TILE = 1
@@ -23,7 +23,7 @@ class TaskEntry(IntEnum):
 
 
 class GradEntry(IntEnum):
-    """int32 words of an entry that stands for the end of a chain. The kv tile is where dV belongs."""
+    """int32 words of the end of a chain in the task ring. They say where dV goes."""
 
     FLAGS = 0
     KV_TILE = 1

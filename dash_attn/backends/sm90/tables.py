@@ -15,15 +15,15 @@ from dash_attn.program import Program, Sequences
 
 from .config import MOST_TURNS
 
-RUN_WORDS = 8  # words of a run on the device: the columns RUN and one of zeros, so that a row is two 16-byte loads
+RUN_WORDS = 8  # words of a run on the device: the columns RUN and one zero, so that a row is two 16-byte loads
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
-    """What the kernel reads of a verified and placed Program: int32, contiguous."""
+    """The tables of a verified and placed Program that the kernel reads: int32, contiguous."""
 
     chains: Tensor  # [C, 5] columns CHAIN
-    runs: Tensor  # [R, 8] columns RUN and one of zeros
+    runs: Tensor  # [R, 8] columns RUN and one column of zeros
     worker_first: Tensor  # [W + 1]
     worker_chains: Tensor  # [C]
     contributors: Tensor  # [n_q]
@@ -39,8 +39,7 @@ class DeviceTables:
     def of(
         program: Program, placement: Sequences, rows: Sequence[npt.NDArray[np.int32]], device: torch.device
     ) -> DeviceTables:
-        """One copy to the device. `rows` are the intervals of the mask's rows, or
-        empty where the kernel needs none."""
+        """Upload the tables in one copy. `rows` are the intervals of the rows, empty if the kernel needs none."""
         if program.contributors.max(initial=0) > MOST_TURNS:
             raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
@@ -59,8 +58,10 @@ class DeviceTables:
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, ready for every stream. The host waits for the copy, not for the kernels that are queued:
-    a stream of its own copies."""
+    """The tensor on a device, ready for every stream.
+
+    A separate stream copies it, so the host waits for the copy and not for the kernels in the queue.
+    """
     if device.type != "cuda":
         return x.to(device)
     with torch.cuda.stream(_copying(device)):

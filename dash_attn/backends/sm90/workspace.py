@@ -1,4 +1,4 @@
-"""fp32 side buffers of the backward: where they lie, how large they are, when they are used again."""
+"""Workspace: the fp32 side buffers of the backward, their sizes, and when a later call reuses them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import Tensor
 from .config import KernelConfig
 from .cta import TILE_N
 
-KEPT_FLOATS = 1 << 22  # of dQ: workspaces up to about 17 MB are kept
+KEPT_FLOATS = 1 << 22  # elements of the largest dQ whose workspace is kept (about 17 MB)
 
 
 class Workspace(NamedTuple):
-    """Linear in tokens. Their content on entry does not matter, except that unordered sums start from zeros.
+    """The side buffers. Their size is linear in the tokens.
 
-    All but the sums may lie in dQ itself if a separate pass writes dQ at the very end.
+    Their content on entry does not matter, except that unordered sums start from zeros. If a separate pass writes dQ at
+    the end, all buffers except the sums may lie in the memory of dQ.
     """
 
     lse2: Tensor
@@ -28,7 +29,7 @@ class Workspace(NamedTuple):
 
     @staticmethod
     def of(cfg: KernelConfig, q: Tensor, dq: Tensor | None = None) -> Workspace:
-        """A new workspace. If `dq` is given and has room, all but the sums lie in it."""
+        """A new workspace. If `dq` is given and is large enough, all buffers except the sums lie in it."""
         batch, seqlen, heads, _ = q.shape
         planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
         sizes = Workspace.floats(cfg, planes, seqlen)
@@ -38,7 +39,7 @@ class Workspace(NamedTuple):
             room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
         lse2, delta, words = torch.split(room, list(sizes[:3]))
         counters = words.view(torch.int32)
-        if cfg.last_finishes:  # q tiles of one head are polled at the same time, so they lie far apart
+        if cfg.last_finishes:  # q tiles of one head are polled at the same time, so their counters lie far apart
             counters = counters.view(n_q, planes, *cfg.counters).transpose(0, 1)
         dq_sum = torch.empty(sizes[3], device=q.device, dtype=torch.float32)
         return Workspace(
@@ -56,18 +57,18 @@ class Workspace(NamedTuple):
 
     @staticmethod
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
-        """Bytes that a call takes beside contiguous gradients."""
+        """Bytes that a call allocates beside contiguous gradients."""
         *small, sums = Workspace.floats(cfg, planes, seqlen)
         in_dq = lends(cfg, planes, seqlen) and not keeps(cfg, planes, seqlen)
         return 4 * (sums if in_dq else sums + sum(small))
 
     @staticmethod
     def kept(cfg: KernelConfig, q: Tensor, dq: Tensor) -> tuple[Workspace, Any]:
-        """A workspace, and the same tensors as the compiled kernels take them.
+        """A workspace, and the same tensors converted for the compiled kernels.
 
-        The thread's next call of this size on the default stream uses a small workspace again. That call runs after
-        this one, and allocating and converting would be a third of its host time. CUDA graphs are never captured on the
-        default stream.
+        A small workspace on the default stream is kept, and the thread's next call of the same size reuses it. That
+        call runs after this one, and saves a third of its host time. CUDA graphs are never captured on the default
+        stream.
         """
         batch, seqlen, heads, _ = q.shape
         device = q.device.index
@@ -92,7 +93,7 @@ def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
 
 
 def lends(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
-    """Whether dQ has room for the small buffers, and is written only after their last use."""
+    """Whether the small buffers fit into dQ, and dQ is written only after their last use."""
     return (
         not cfg.last_finishes
         and 4 * sum(Workspace.floats(cfg, planes, seqlen)[:3]) <= planes * seqlen * cfg.columns * 2
@@ -104,7 +105,7 @@ def on_default_stream(device: int) -> bool:
 
 
 class _Kept(threading.local):
-    """The last workspace on each device, one set a thread: launches of two threads may mix on a stream."""
+    """The last workspace on each device. Each thread has its own, because launches of two threads may alternate."""
 
     def __init__(self) -> None:
         self.on: dict[int, tuple[tuple[Any, ...], tuple[Workspace, Any]]] = {}
@@ -114,7 +115,7 @@ _kept = _Kept()
 
 
 def converted(tensors: tuple[Tensor, ...]) -> Any:
-    """The tensors as the compiled kernels take them. Converting once saves the conversion at every call."""
+    """The tensors, converted for the compiled kernels. Doing this once saves the conversion at every call."""
     import tvm_ffi
 
     return tvm_ffi.convert(tensors)

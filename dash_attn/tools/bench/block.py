@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dash_attn.backends import Operands, backend_for
+from dash_attn.backends import Operands, Options
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
-from dash_attn.tools.bench import operands, peers
+from dash_attn.tools.bench import peers
 from dash_attn.tools.bench.cases import BenchCase, Model
 from dash_attn.tools.bench.measure import Settings
+from dash_attn.tools.bench.operands import TOLERANCE
 from dash_attn.tools.bench.record import gpu_now, shape_of
 from dash_attn.tools.bench.report import Row
 from dash_attn.tools.bench.timing import event, peak_bytes, sample, summary
@@ -59,7 +61,7 @@ class Stopwatch:
 class Core:
     """Attention with a chosen backward."""
 
-    problem: Problem
+    attention: Prepared
     backward: Backward
     watch: Stopwatch
 
@@ -68,7 +70,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         begin = core.watch.now()
-        out, lse = operands.forward(core.problem, q, k, v)
+        out, lse = (x.contiguous() for x in core.attention.forward(q, k, v))
         core.watch.marks.append((PARTS[0], begin, core.watch.now()))
         ctx.core = core
         ctx.save_for_backward(q, k, v, out, lse)
@@ -79,9 +81,9 @@ class _Attend(torch.autograd.Function):
         core: Core = ctx.core
         dout = grads[0].contiguous()
         begin = core.watch.now()
-        found = core.backward(Operands(dout, *ctx.saved_tensors))
+        gradients = core.backward(Operands(dout, *ctx.saved_tensors))
         core.watch.marks.append((PARTS[1], begin, core.watch.now()))
-        return None, *found
+        return None, *gradients
 
 
 class Block(nn.Module):
@@ -127,17 +129,18 @@ class Block(nn.Module):
 
 def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Backward]]:
     """Attention's backward by name: ours as `auto` orders it, and FlashAttention-4's two modes."""
-    device, order = settings.timing.device, settings.ours.orders(problem)[0]
+    device, default = settings.timing.device, settings.ours.default(problem)
     return {
         "fa4 det": lambda: peers.fa4(problem, device, True),
         "fa4": lambda: peers.fa4(problem, device, False),
-        settings.ours.default(problem): lambda: settings.ours.function(problem, device, order),
+        default.name: lambda: default.prepared(problem, device).backward,
     }
 
 
 def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
     """Forward and backward of a block, and how much of it is attention."""
     device, problem = settings.timing.device, case.problem
+    attention = prepare(problem, "auto", Options(), device)
     torch.manual_seed(0)
     how: dict[str, Any] = {"device": device, "dtype": dtype}
     block = Block(model, problem.len_q, how)
@@ -148,8 +151,8 @@ def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torc
         "cell": case.name,
         "model": model.name,
         "shape": shape_of(problem),
-        "default": settings.ours.default(problem),
-        "forward": backend_for(device).forward_provider(problem),
+        "default": settings.ours.default(problem).name,
+        "forward": attention.backend.forward_provider(problem),
         **{key: {} for key in ("us", "parts", "peak_bytes", "deviation", "same_bits", "missing", "failed")},
     }
 
@@ -160,17 +163,17 @@ def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torc
     want: Tensor | None = None
     for name, make in backwards(problem, settings).items():
         try:
-            step = stepper(Core(problem, make(), watch))
+            step = stepper(Core(attention, make(), watch))
             first = step()
             want = first[0] if want is None else want
             row["deviation"][name] = float((first[0].double() - want.double()).norm() / want.double().norm())
             row["same_bits"][name] = all(torch.equal(a, b) for a, b in zip(step(), first, strict=True))
             row["peak_bytes"][name] = peak_bytes(step, device)
             ready[name] = step
-            if not row["deviation"][name] < operands.TOLERANCE["bfloat16"]:
+            if not row["deviation"][name] < TOLERANCE["bfloat16"]:
                 row["failed"][name] = f"the block's gradient is {row['deviation'][name]:.1e} from {next(iter(ready))}'s"
-        except Exception as problem_found:  # a peer may fail in any way: it is reported, and the others still run
-            row["missing"][name] = reason(problem_found)
+        except Exception as error:  # a peer may fail in any way: it is reported, and the others still run
+            row["missing"][name] = reason(error)
     _time(ready, watch, row, settings)
     row["gpu"] = gpu_now(device)
     return row

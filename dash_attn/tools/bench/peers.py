@@ -41,14 +41,14 @@ def causal_or_full(problem: Problem) -> bool:
     return problem.mask.is_causal
 
 
-def _on_gpu(device: torch.device) -> None:
+def on_gpu(device: torch.device) -> None:
     if device.type != "cuda":
         raise NotImplementedError("runs on GPUs only")
 
 
 def fa4(problem: Problem, device: torch.device, deterministic: bool) -> Backward:
     """FlashAttention-4's backward."""
-    _on_gpu(device)
+    on_gpu(device)
     from flash_attn.cute.interface import _flash_attn_bwd
 
     causal, scale = causal_or_full(problem), problem.softmax_scale
@@ -89,7 +89,7 @@ def _sdpa(backend: str, deterministic: bool) -> Prepare:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if backend != "MATH":
-            _on_gpu(sets[0].q.device)
+            on_gpu(sets[0].q.device)
         causal = causal_or_full(problem)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _sdpa(backend: str, deterministic: bool) -> Prepare:
 def _flex(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    _on_gpu(sets[0].q.device)
+    on_gpu(sets[0].q.device)
     mask = None
     if causal_or_full(problem):
 
@@ -121,7 +121,7 @@ def _flex(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
 
 
 def _triton(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
-    _on_gpu(sets[0].q.device)
+    on_gpu(sets[0].q.device)
     from dash_attn.tools.bench import triton_two_pass
 
     return [partial(triton_two_pass.backward, problem, s) for s in sets]

@@ -45,7 +45,7 @@ def environment(device: torch.device) -> Row:
 def command() -> str:
     """The command line of this process, as a user would type it."""
     program = Path(sys.argv[0])
-    name = "python -m dash_attn.tools.bench" if program.name == "__main__.py" else program.name
+    name = "python -m dash_attn" if program.name == "__main__.py" else program.name
     return " ".join([name, *sys.argv[1:]])
 
 

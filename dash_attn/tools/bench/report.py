@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from dash_attn.order import POLICIES
@@ -17,14 +15,6 @@ TableText = tuple[list[str], list[list[str]]]  # header, lines
 BASELINE = "fa4 det"
 # The deterministic and the other variant of one library: their times give the price of determinism.
 PAIRS = {"ours": ("default", "any"), "fa4": ("fa4 det", "fa4"), "fa2": ("fa2 det", "fa2")}
-
-
-def is_audit(path: Path) -> bool:
-    """Whether a file is a report of `dash-attn audit`, which may lie beside the results of `dash-attn bench`."""
-    try:
-        return "entries" in json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, TypeError):
-        return False
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -180,6 +170,18 @@ def blocks(result: Result) -> TableText:
     return ["block", "backward", "ms", "attn fwd", "attn bwd", "rest", "peak MB", f"vs {BASELINE}"], lines
 
 
+def hosts(result: Result) -> TableText:
+    """Microseconds until a call returns, and how our forward and backward stands to torch's."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
+    lines = []
+    for row in result["rows"]:
+        ours, base = median(row, "attention"), median(row, "torch")
+        values = (median(row, name) for name in names)
+        shown = ("-" if us is None else f"{us:.0f}" for us in values)
+        lines.append([row["cell"], *shown, times(ours / base if ours and base else None)])
+    return ["host us", *names, "attention/torch"], lines
+
+
 def deviations(result: Result) -> TableText:
     """How far identical passes lie apart: the paper's Table 1."""
     lines = []
@@ -212,6 +214,8 @@ def absent(result: Result) -> str:
 def tables(result: Result) -> list[TableText]:
     """The tables of a suite."""
     suite = result["suite"]
+    if suite == "host":
+        return [hosts(result)]
     if suite in ("block", "deviation"):
         return [blocks(result) if suite == "block" else deviations(result)]
     priced = any(price(row, "ours") is not None for row in result["rows"])
@@ -222,6 +226,6 @@ def tables(result: Result) -> list[TableText]:
 def summary(result: Result) -> str:
     """All tables and sentences about a result."""
     parts = [text_table(*table) for table in tables(result)]
-    if result["suite"] not in ("block", "deviation"):
+    if result["suite"] not in ("block", "deviation", "host"):
         parts.append(ratios(result))
     return "\n\n".join(part for part in [*parts, absent(result)] if part)

@@ -11,6 +11,8 @@ import torch
 from dash_attn.tools.bench import cases, record
 from dash_attn.tools.bench.block import measure_block
 from dash_attn.tools.bench.cases import MODELS, BenchCase, Model
+from dash_attn.tools.bench.host import CASES as HOST_CASES
+from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
 from dash_attn.tools.bench.report import Result, Row, summary
@@ -119,6 +121,12 @@ SUITES: dict[str, Suite] = {
         _GRID_PEERS,
         policies=_DEFAULTS,
     ),
+    "host": Suite(
+        "host time of a small problem seen before",
+        lambda: list(HOST_CASES),
+        lambda: list(HOST_CASES[:1]),
+        ("fa4 det",),
+    ),
 }
 
 
@@ -142,6 +150,8 @@ def run_suite(
             if name == "block":
                 dtype = getattr(torch, case.problem.dtype)
                 row = measure_block(by_name[case.name], case, settings, dtype)
+            elif name == "host":
+                (row,) = measure_host(device, [case])
             else:
                 row = (deviation if name == "deviation" else measure)(case, settings)
         release(device)

@@ -98,12 +98,12 @@ def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[floa
     if device.type != "cuda":
         return []
     try:
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for _ in range(calls):
                 call()
             torch.cuda.synchronize(device)
         spans = dict[str, list[tuple[float, float]]]()
-        for each in found.events() or ():
+        for each in profiled.events() or ():
             if each.device_type.name == "CUDA":
                 spans.setdefault(each.name, []).append((each.time_range.start, each.time_range.end))
     except (RuntimeError, AttributeError):
@@ -112,7 +112,7 @@ def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[floa
 
 
 def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> list[float]:
-    """From the spans of each kernel in so many calls: medians, so that a host that falls behind once does not count."""
+    """From the spans of each kernel over all calls. Medians: a host that falls behind once does not count."""
     once = [np.array(each) for each in spans if len(each) == calls]
     if not once or calls < 2:
         return []

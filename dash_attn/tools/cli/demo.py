@@ -9,18 +9,22 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
 
-from dash_attn.backends import Gradients, Operands, cpu
+from dash_attn.backends import Gradients, Operands, Options, backend_for
 from dash_attn.order import applicable
-from dash_attn.plan import Plan, placement, plan
+from dash_attn.plan import plan
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 from dash_attn.simulate import Paper
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import viz
+from dash_attn.tools.bench.operands import draw_operands, exact
 from dash_attn.tools.cli.doctor import usable_device
 from dash_attn.tools.cli.gpu_demo import HEADER, gpu_rows, gpu_table
 from dash_attn.tools.cli.tables import console, policy_rows, policy_table
 
+CPU = torch.device("cpu")
 REPEATS = 4
 JITTER = 1e-3  # seconds by which a contribution may be late, so that unordered sums come in different orders
 
@@ -39,12 +43,13 @@ class Outcome:
 
 
 def run_demo(out: Path, quick: bool) -> None:
-    """Print what was found and write the report."""
+    """Print the outcomes and write the report."""
     screen = console()
     began = time.perf_counter()
-    length, shape = (512, TileShape(64, 64)) if quick else (1024, TileShape(128, 128))
-    problems = {str(mask): Problem(1, 4, 2, length, length, 64, "float32", None, mask) for mask in (FULL, CAUSAL)}
-    jobs = [(p, name) for p in problems.values() for name in applicable(tile(p, shape))]
+    length = 1024 if quick else 1536
+    problems = [Problem(1, 4, 2, length, length, 64, "float32", None, mask) for mask in (FULL, CAUSAL)]
+    shape = backend_for(CPU).tile_shape(problems[0])
+    policies = {problem: applicable(tile(problem, shape)) for problem in problems}
     threads = torch.get_num_threads()
     screen.print(
         f"Backend: CPU, {threads} threads. Attention forward and backward, batch 1, {length} tokens, "
@@ -53,15 +58,15 @@ def run_demo(out: Path, quick: bool) -> None:
     outcomes, control = [], {}
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as progress:
-        bar = progress.add_task("", total=len(jobs) + len(problems))
-        for mask, problem in problems.items():
-            case = Case.make(problem)
-            for name in [name for each, name in jobs if each is problem]:
+        bar = progress.add_task("", total=sum(map(len, policies.values())) + len(problems))
+        for problem, names in policies.items():
+            case, mask = Case.make(problem), str(problem.mask)
+            for name in names:
                 progress.update(bar, description=f"{mask}, {name}")
-                outcomes.append(case.check(plan(problem, shape, name), mask, name))
+                outcomes.append(case.check(name))
                 progress.advance(bar)
             progress.update(bar, description=f"{mask}, unordered")
-            control[mask] = case.unordered(plan(problem, shape, "fa3"))
+            control[mask] = case.unordered()
             progress.advance(bar)
 
     screen.print(_run_table(outcomes))
@@ -94,8 +99,8 @@ def run_demo(out: Path, quick: bool) -> None:
                 [list[object](HEADER), *([*row] for row in rows)],
             )
         )
-    for mask, (workers, heads) in {"full": (16, 4), "causal": (16, 4)}.items():
-        section, table = _schedules(problems[mask].mask, workers, heads)
+    for problem in problems:
+        section, table = _schedules(problem.mask, workers=16, heads=4)
         screen.print(table)
         sections.append(section)
     path = viz.report(out, sections, title="dash_attn: deterministic attention, policy by policy")
@@ -106,67 +111,48 @@ def run_demo(out: Path, quick: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Inputs, the library's forward, and the float64 gradients of one problem."""
+    """Inputs, the float64 gradients, and how far torch's own gradients are from them."""
 
     problem: Problem
     operands: Operands
-    exact: tuple[torch.Tensor, ...]
+    exact: Gradients
     torch_error: float
 
     @staticmethod
     def make(problem: Problem) -> Case:
-        generator = torch.Generator().manual_seed(0)
+        operands = draw_operands(problem, CPU)
+        want = exact(problem, *operands[:4]).gradients
+        return Case(problem, operands, want, _deviation(_torch_gradients(problem, operands), want))
 
-        def draw(length: int, heads: int) -> torch.Tensor:
-            return torch.randn(problem.batch, length, heads, problem.dim, generator=generator)
-
-        q = draw(problem.len_q, problem.heads_q)
-        k, v = draw(problem.len_k, problem.heads_kv), draw(problem.len_k, problem.heads_kv)
-        dout = draw(problem.len_q, problem.heads_q)
-        out, lse = cpu.forward(problem, q, k, v)
-        exact = _torch_gradients(problem, *(x.double() for x in (dout, q, k, v)))
-        plain = _torch_gradients(problem, dout, q, k, v)
-        return Case(problem, Operands(dout, q, k, v, out, lse), exact, _deviation(plain, exact))
-
-    def check(self, planned: Plan, mask: str, policy: str) -> Outcome:
+    def check(self, policy: str) -> Outcome:
         """Run it again and again, with other thread counts and delays, and compare bits."""
-        first, began = self._backward(planned), time.perf_counter()
-        again = self._backward(planned)
+        first, began = self._gradients(policy), time.perf_counter()
+        again = self._gradients(policy)
         took = time.perf_counter() - began
-        runs = [again] + [self._backward(planned, threads=t, jitter=JITTER) for t in range(1, REPEATS - 1)]
+        runs = [again] + [self._gradients(policy, threads=t, jitter=JITTER) for t in range(1, REPEATS - 1)]
         same = all(torch.equal(a, b) for run in runs for a, b in zip(run, first, strict=True))
-        return Outcome(
-            mask, policy, planned.fingerprint, _deviation(first, self.exact), self.torch_error, same, 1e3 * took
-        )
+        error, fingerprint = _deviation(first, self.exact), self._prepared(policy).plan.fingerprint
+        return Outcome(str(self.problem.mask), policy, fingerprint, error, self.torch_error, same, 1e3 * took)
 
-    def unordered(self, planned: Plan) -> float:
+    def unordered(self) -> float:
         """Largest difference between runs that add contributions as they come."""
-        runs = [self._backward(planned, threads=4, order="any", jitter=JITTER) for _ in range(REPEATS)]
+        runs = [self._gradients("fa3", threads=4, order="any", jitter=JITTER) for _ in range(REPEATS)]
         return max(_deviation(run, runs[0]) for run in runs[1:])
 
-    def _backward(
-        self, planned: Plan, *, threads: int | None = None, order: str = "program", jitter: float = 0.0
-    ) -> Gradients:
-        workers = max(planned.co_resident, threads or torch.get_num_threads())
-        return cpu.backward(
-            self.problem,
-            planned.program,
-            placement(planned, workers),
-            self.operands,
-            threads=threads,
-            order=order,
-            jitter=jitter,
-        )
+    def _gradients(self, policy: str, **kernel: object) -> Gradients:
+        return self._prepared(policy, **kernel).backward(self.operands)
+
+    def _prepared(self, policy: str, **kernel: object) -> Prepared:
+        return prepare(self.problem, policy, Options(kernel=tuple(kernel.items())), CPU)
 
 
-def _torch_gradients(problem: Problem, dout: torch.Tensor, *qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Plain attention in the inputs' precision, differentiated by torch."""
-    q, k, v = (x.transpose(1, 2).detach().requires_grad_() for x in qkv)
-    allowed = torch.from_numpy(problem.mask.dense(problem.len_q, problem.len_k))
+def _torch_gradients(problem: Problem, operands: Operands) -> tuple[torch.Tensor, ...]:
+    """torch's own attention, differentiated by torch."""
+    leaves = [x.detach().requires_grad_() for x in operands[1:4]]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
     keys, values = (x.repeat_interleave(problem.group, 1) for x in (k, v))
-    scores = (q @ keys.transpose(-1, -2) * problem.softmax_scale).masked_fill(~allowed, float("-inf"))
-    gradients = torch.autograd.grad(scores.softmax(-1) @ values, (q, k, v), dout.transpose(1, 2))
-    return tuple(g.transpose(1, 2) for g in gradients)
+    out = scaled_dot_product_attention(q, keys, values, is_causal=problem.mask.is_causal)
+    return torch.autograd.grad(out.transpose(1, 2), leaves, operands.dout)
 
 
 def _deviation(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> float:
@@ -206,24 +192,5 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     programs = [plan(problem, shape, name).verified for name in applicable(tile(problem, shape))]
     rows, results = policy_rows(programs, workers, model, record=True)
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
-    header = ["policy", "makespan", "bubble", "stall", "above the bound", "speed-up over fa3", "workers needed"]
-    body = [
-        [
-            row["policy"],
-            f"{row['makespan']:.2f}",
-            f"{row['bubble'] / (workers * row['makespan']):.1%}",
-            f"{row['stall'] / (workers * row['makespan']):.1%}",
-            f"{row['gap']:.1%}",
-            f"{row['speedup']:.2f}x",
-            str(row["co_resident"]),
-        ]
-        for row in rows
-    ]
-    section = viz.Section(
-        f"Schedules: {mask} mask",
-        f"The paper's model of time: {title}. A stall is a contribution that waits for its turn, a bubble a worker "
-        "with nothing to do.",
-        [header, *body],
-        results,
-    )
+    section = viz.schedules(results)
     return section, policy_table(rows, title)

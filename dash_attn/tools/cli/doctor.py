@@ -16,20 +16,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from dash_attn import __version__
-from dash_attn.api import attention, backward, explain
-from dash_attn.backends import backend_for
+from dash_attn.api import explain
+from dash_attn.backends import Operands, Options, backend_for
 from dash_attn.backends.sm90.cache import folder
+from dash_attn.prepare import Prepared, prepare
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.tools.bench.operands import Drawn, draw
 from dash_attn.tools.cli.reasons import Finding, reasons
 from dash_attn.tools.cli.tables import console, working
 
 COLORS = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 MOST_REPEATS = 200
-# What the self-test runs: head dim and arguments of attention.
-CALLS: dict[str, tuple[int, dict[str, Any]]] = {
-    "causal": (64, {"causal": True}),
-    "full": (128, {}),
-    "window": (64, {"window": (200, 0)}),
-    "documents": (64, {"causal": True, "cu_seqlens": [0, 300, 301, 1000]}),
+JITTER = 1e-3  # seconds by which a contribution may be late on the CPU
+# What the self-test runs: head dim and mask.
+CALLS: dict[str, tuple[int, Mask]] = {
+    "causal": (64, CAUSAL),
+    "full": (128, FULL),
+    "window": (64, window(200, 0)),
+    "documents": (64, documents([0, 300, 301, 1000], causal=True)),
 }
 
 
@@ -37,30 +41,30 @@ def run_doctor(seconds: float) -> dict[str, list[Finding]]:
     """Everything, by topic."""
     device = usable_device()
     with working("looking around"):
-        found = {"environment": list(environment()), "what runs": list(what_runs(device))}
+        topics = {"environment": list(environment()), "what runs": list(what_runs(device))}
     with working("self-test: the same gradients again and again"):
-        found["self-test"] = list(self_test(device, seconds))
-    return {**found, "why a run may still differ": reasons()}
+        topics["self-test"] = list(self_test(device, seconds))
+    return {**topics, "why a run may still differ": reasons()}
 
 
-def failed(found: dict[str, list[Finding]]) -> bool:
-    return any(finding.status == "fail" for findings in found.values() for finding in findings)
+def failed(topics: dict[str, list[Finding]]) -> bool:
+    return any(finding.status == "fail" for findings in topics.values() for finding in findings)
 
 
-def as_rows(found: dict[str, list[Finding]]) -> dict[str, Any]:
-    return {"ok": not failed(found), **{topic: [asdict(x) for x in findings] for topic, findings in found.items()}}
+def as_rows(topics: dict[str, list[Finding]]) -> dict[str, Any]:
+    return {"ok": not failed(topics), **{topic: [asdict(x) for x in findings] for topic, findings in topics.items()}}
 
 
-def show(found: dict[str, list[Finding]]) -> None:
+def show(topics: dict[str, list[Finding]]) -> None:
     screen = console()
-    for topic, findings in found.items():
+    for topic, findings in topics.items():
         table = Table(title=topic, title_justify="left", header_style="bold", show_header=False)
         for _ in range(4):
             table.add_column()
         for x in findings:
             table.add_row(f"[{COLORS[x.status]}]{x.status}[/]", *map(escape, (x.name, x.found, x.advice)))
         screen.print(table)
-    if failed(found):
+    if failed(topics):
         screen.print("[bold red]The self-test failed: do not trust gradients of this machine with this version.[/]")
 
 
@@ -96,15 +100,15 @@ def environment() -> Iterator[Finding]:
 
 def gpu(index: int) -> Finding:
     facts = torch.cuda.get_device_properties(index)
-    found = (
+    said = (
         f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.multi_processor_count} SMs, "
         f"{facts.total_memory / 2**30:.0f} GiB"
     )
     try:
         backend_for(torch.device("cuda", index))
     except NotImplementedError as error:
-        return Finding(f"GPU {index}", "warn", found, str(error))
-    return Finding(f"GPU {index}", "ok", found)
+        return Finding(f"GPU {index}", "warn", said, str(error))
+    return Finding(f"GPU {index}", "ok", said)
 
 
 def package(name: str, meaning: str, status: str) -> Finding:
@@ -115,9 +119,8 @@ def package(name: str, meaning: str, status: str) -> Finding:
 
 
 def what_runs(device: torch.device) -> Iterator[Finding]:
-    q, k, v, _ = tensors(64, device, packed=False)
     try:
-        said = explain(q, k, v, causal=True)
+        said = explain(*draw(problem_on(device, 64, CAUSAL), device)[1:], causal=True)
     except (ValueError, NotImplementedError) as error:
         yield Finding("attention", "fail", f"cannot run on {device}", str(error))
         return
@@ -139,16 +142,16 @@ def writable(path: Path) -> bool:
 # ---- self-test ---------------------------------------------------------------------------------------------
 
 
+Run = Callable[[int], tuple[torch.Tensor, ...]]
+
+
 def self_test(device: torch.device, seconds: float) -> Iterator[Finding]:
     """Gradients again and again: with other numbers of threads and late contributions on the CPU, other numbers of SMs
     on a GPU. Time to compile and to plan is not counted in `seconds`."""
-    for name, (dim, how) in CALLS.items():
-        again = (on_gpu if device.type == "cuda" else on_cpu)(dim, how)
-        yield repeats(f"{name}, head dim {dim}", again, seconds / (len(CALLS) + 1))
+    for name, (dim, mask) in CALLS.items():
+        run = changing(problem_on(device, dim, mask), device)
+        yield repeats(f"{name}, head dim {dim}", run, seconds / (len(CALLS) + 1))
     yield control(device, seconds / (len(CALLS) + 1))
-
-
-Run = Callable[[int], tuple[torch.Tensor, ...]]
 
 
 def repeats(name: str, run: Run, seconds: float) -> Finding:
@@ -161,82 +164,60 @@ def repeats(name: str, run: Run, seconds: float) -> Finding:
             for what, x, y in zip(("out", "dq", "dk", "dv"), run(count), first, strict=True):
                 if not torch.equal(x, y):
                     where = (x != y).nonzero()[0].tolist()
-                    found = f"run {count} of {what} differs, first at {where}, by up to {(x - y).abs().max():.1e}"
-                    return Finding(name, "fail", found, "this is a bug: please report it with this output")
+                    said = f"run {count} of {what} differs, first at {where}, by up to {(x - y).abs().max():.1e}"
+                    return Finding(name, "fail", said, "this is a bug: please report it with this output")
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return Finding(name, "fail", f"{type(error).__name__}: {error}")
     return Finding(name, "ok", f"{count + 1} runs, the same bits")
 
 
-def tensors(dim: int, device: torch.device, packed: bool) -> list[torch.Tensor]:
-    """q, k, v and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    batch = () if packed else (1 if device.type == "cpu" else 4,)
-    shapes = [(*batch, 1000, heads, dim) for heads in (4, 2, 2, 4)]
-    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+def problem_on(device: torch.device, dim: int, mask: Mask) -> Problem:
+    batch, dtype = (1, "float32") if device.type == "cpu" else (4, "bfloat16")
+    return Problem(batch, 4, 2, 1000, 1000, dim, dtype, mask=mask)
 
 
-def on_cpu(dim: int, how: dict[str, Any]) -> Run:
-    q, k, v, dout = tensors(dim, torch.device("cpu"), packed="cu_seqlens" in how)
-    most = torch.get_num_threads()
+def changing(problem: Problem, device: torch.device) -> Run:
+    """Runs that differ in what must not matter."""
+    drawn, most = draw(problem, device), torch.get_num_threads()
 
-    def run(number: int) -> tuple[torch.Tensor, ...]:
-        torch.set_num_threads(1 + (most - 1 + number) % (most + 2))  # all to begin with, then more, one, two, ...
-        try:
-            return gradients(q, k, v, dout, how)
-        finally:
-            torch.set_num_threads(most)
+    def options(number: int) -> Options:
+        if device.type == "cpu":  # all threads to begin with, then more, one, two, ...
+            late = JITTER if number % 2 else 0.0
+            return Options(kernel=(("threads", 1 + (most - 1 + number) % (most + 2)), ("jitter", late)))
+        prepared = prepare(problem, "auto", Options(), device)
+        spare = prepared.backend.workers(prepared.plan) - prepared.plan.co_resident
+        return Options(sm_margin=min(4 * (number % 5), spare))
 
-    return run
-
-
-def on_gpu(dim: int, how: dict[str, Any]) -> Run:
-    q, k, v, dout = tensors(dim, torch.device("cuda"), packed="cu_seqlens" in how)
-    said = explain(q, k, v, **how)
-    spare = said.workers - said.co_resident
-    return lambda number: gradients(q, k, v, dout, how, sm_margin=min(4 * (number % 5), spare))
+    return lambda number: results(prepare(problem, "auto", options(number), device), drawn)
 
 
-def gradients(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, how: dict[str, Any], **others: Any
-) -> tuple[torch.Tensor, ...]:
-    out, lse = attention(q, k, v, return_lse=True, **how)
-    how = {"cu_seqlens_q" if name == "cu_seqlens" else name: value for name, value in how.items()}
-    return out, *backward(dout, q, k, v, out, lse, **{"deterministic": True, **how, **others})
+def results(prepared: Prepared, drawn: Drawn) -> tuple[torch.Tensor, ...]:
+    """out, dq, dk and dv."""
+    out, lse = prepared.forward(*drawn[1:])
+    return out, *prepared.backward(Operands(*drawn, out, lse))
 
 
 def control(device: torch.device, seconds: float) -> Finding:
     """Sums in the order of arrival must differ, or equal bits would show nothing."""
     name = "control: order of arrival"
-    runs = unordered_on_gpu() if device.type == "cuda" else unordered_on_cpu()
-    first, deadline = next(runs), time.perf_counter() + seconds
-    for count, run in enumerate(runs, 2):
-        if not all(torch.equal(x, y) for x, y in zip(run, first, strict=True)):
-            return Finding(name, "ok", f"run {count} differs from the first, as it should")
-        if time.perf_counter() > deadline:
-            break
+    runs = unordered(device)
+    try:
+        first, deadline = next(runs), time.perf_counter() + seconds
+        for count, run in enumerate(runs, 2):
+            if not all(torch.equal(x, y) for x, y in zip(run, first, strict=True)):
+                return Finding(name, "ok", f"run {count} differs from the first, as it should")
+            if time.perf_counter() > deadline:
+                break
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return Finding(name, "fail", f"{type(error).__name__}: {error}")
     return Finding(name, "info", f"{count} runs agreed by chance", "run again: it shows what the order is good for")
 
 
-def unordered_on_gpu() -> Iterator[tuple[torch.Tensor, ...]]:
-    q, k, v, dout = tensors(64, torch.device("cuda"), packed=False)
+def unordered(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Runs that add contributions as they come. The CPU keeps the order unless its config says otherwise."""
+    problem = problem_on(device, 64, FULL)
+    late = (("order", "any"), ("threads", 4), ("jitter", JITTER)) if device.type == "cpu" else ()
+    prepared = prepare(problem, "fa3", Options(deterministic=False, kernel=late), device)
+    drawn = draw(problem, device)
     for _ in range(MOST_REPEATS):
-        yield gradients(q, k, v, dout, {}, deterministic=False)
-
-
-def unordered_on_cpu() -> Iterator[tuple[torch.Tensor, ...]]:
-    """The CPU backend always keeps the order: its insides can be asked not to."""
-    from dash_attn.backends import Operands, cpu
-    from dash_attn.plan import placement, plan
-    from dash_attn.problem import Problem
-    from dash_attn.tiling import TileShape
-
-    q, k, v, dout = tensors(64, torch.device("cpu"), packed=False)
-    problem = Problem(1, 4, 2, 1000, 1000, 64, "float32")
-    planned = plan(problem, TileShape(128, 128), "fa3")
-    operands = Operands(dout, q, k, v, *cpu.forward(problem, q, k, v))
-    for _ in range(MOST_REPEATS):
-        yield cpu.backward(
-            problem, planned.program, placement(planned, 8), operands, threads=4, order="any", jitter=1e-3
-        )
+        yield results(prepared, drawn)

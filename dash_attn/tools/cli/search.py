@@ -1,14 +1,71 @@
-"""What `dash-attn search` does: the heuristic beside every policy, and the exact solver where asked."""
+"""dash-attn search: the search heuristic beside every policy, and the exact solver where asked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
 from dash_attn.launch import compose
 from dash_attn.order import applicable
-from dash_attn.program import Program
+from dash_attn.program import Program, save
 from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
-from dash_attn.tools.cli.tables import Row, policy_rows, simulation_row, working
+from dash_attn.tools.cli.app import Json, command, emit, wrote
+from dash_attn.tools.cli.tables import Row, console, policy_rows, policy_table, simulation_row, working
+from dash_attn.tools.cli.workload import ProblemOptions, TileOptions, WorkersOption, Workload
 from dash_attn.verify import verify
+
+
+@dataclass(frozen=True)
+class SolverOptions:
+    """The paper's model in whole numbers, as the exact solver takes it, and how long to solve."""
+
+    compute: Annotated[int, Option("--compute", help="time of a task's compute, a whole number")] = 4
+    reduce: Annotated[int, Option("--reduce", help="time of a task's reduction, a whole number")] = 1
+    exact: Annotated[bool, Option("--exact", help="prove the optimum of a small problem")] = False
+    seconds: Annotated[float, Option("--seconds", help="time limit of --exact")] = 30.0
+
+    def model(self) -> Paper:
+        if self.compute < 1 or self.reduce < 0:
+            raise ValueError(f"--compute must be positive and --reduce not negative, got {self.compute}, {self.reduce}")
+        return Paper(self.compute, self.reduce)
+
+
+@command("search")
+def search(
+    problem: ProblemOptions,
+    tiles: TileOptions,
+    solver: SolverOptions,
+    workers: WorkersOption = None,
+    save_to: Annotated[Path | None, Option("--save", help="write the best program to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search a good order for a mask, and with --exact prove how good one can be."""
+    workload = Workload(problem, tiles)
+    count, tiling = workload.workers(workers), workload.tiling()
+    rows, best = search_rows(tiling, count, solver.model(), solver.seconds if solver.exact else None)
+    if save_to is not None:
+        save(best, save_to)
+    if as_json:
+        emit(rows)
+        return
+    size = f"{problem.heads} heads, {count} workers, paper model"
+    console().print(policy_table(rows, f"{tiling.problem.mask} mask, {size}"))
+    for row in rows:
+        if "optimal" in row:
+            typer.echo(verdict(row))
+    wrote([save_to])
+
+
+def verdict(row: Row) -> str:
+    """What the exact solver proved."""
+    makespan, bound = row["makespan"], row["proved_bound"]
+    said = "is optimal" if row["optimal"] else f"is within {makespan / bound - 1:.1%} of the optimum"
+    return f"{row['policy']}: {makespan:g} {said} (proved: no order is below {bound:g})"
 
 
 def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | None) -> tuple[list[Row], Program]:

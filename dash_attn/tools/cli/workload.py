@@ -1,94 +1,229 @@
-"""Command-line words -> values: masks, tile grids, models."""
+"""The words for a problem, an order and a model of time. Every command takes them from here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
 
 from dash_attn.launch import compose
-from dash_attn.order import parse
+from dash_attn.order import POLICIES
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Program
 from dash_attn.simulate import Machine, Model, Paper
 from dash_attn.tiling import TileShape, Tiling, tile
 
+if TYPE_CHECKING:
+    from dash_attn.backends import Backend
+
+BACKENDS = {"sm90": "bfloat16", "cpu": "float32"}  # name and the dtype that it runs unless another is given
+TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
+SMS = 132  # of an H100 or H200
+ORDERS = f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64"
+
+# What the options for a problem mean, in every command.
+SEQLEN = "tokens of a sequence"
+BATCH = "sequences"
+HEADS = "query heads"
+KV_HEADS = "key/value heads [default: as many as --heads]"
+HEAD_DIM = "columns of a head"
+DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
+DTYPES = ("bfloat16", "float16", "float32")
+
+PolicyOption = Annotated[str, Option("--policy", help=f"the order: {ORDERS}")]
+PoliciesOption = Annotated[
+    str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: all that apply]")
+]
+WorkersOption = Annotated[
+    int | None,
+    Option("--workers", help=f"workers that run at once [default: kv tiles; with --seqlen {SMS} SMs, or CPU threads]"),
+]
+
+
+@dataclass(frozen=True)
+class ProblemOptions:
+    """A real problem, and the backend whose kernel would run it."""
+
+    mask: Annotated[
+        str, Option("--mask", help="full, causal, documents:LENGTH,... or causal-documents:LENGTH,..., in tokens")
+    ] = "causal"
+    window: Annotated[
+        str | None,
+        Option("--window", help="LEFT,RIGHT: keys before and after a query that it sees, in tokens; -1 for no limit"),
+    ] = None
+    seqlen: Annotated[int | None, Option("--seqlen", help=SEQLEN)] = None
+    batch: Annotated[int, Option("--batch", help=BATCH)] = 1
+    heads: Annotated[int, Option("--heads", help=HEADS)] = 1
+    kv_heads: Annotated[int | None, Option("--kv-heads", help=KV_HEADS)] = None
+    head_dim: Annotated[int, Option("--head-dim", help=HEAD_DIM)] = 128
+    dtype: Annotated[str | None, Option("--dtype", help=DTYPE)] = None
+    backend: Annotated[
+        str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")
+    ] = "sm90"
+
+    def mask_value(self) -> Mask:
+        return parse_mask(self.mask) & parse_window(self.window)
+
+    def problem(self, length: int | None = None) -> Problem:
+        """The problem, or one of another length with the same heads."""
+        if self.backend not in BACKENDS:
+            raise ValueError(f"--backend {self.backend!r}: choose from {', '.join(BACKENDS)}")
+        dtype = check_dtype(self.dtype) or BACKENDS[self.backend]
+        tokens = self.seqlen if length is None else length
+        if tokens is None or tokens < 1:
+            raise ValueError(f"--seqlen must be at least 1, got {tokens}")
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        return Problem(self.batch, self.heads, kv_heads, tokens, tokens, self.head_dim, dtype, mask=self.mask_value())
+
+
+@dataclass(frozen=True)
+class TileOptions:
+    """A size in tiles instead of tokens, for studies of orders."""
+
+    q_tiles: Annotated[
+        int | None, Option("--q-tiles", help=f"q tiles of a head, instead of --seqlen [default: {TILES}]")
+    ] = None
+    kv_tiles: Annotated[
+        int | None, Option("--kv-tiles", help="kv tiles of a head, instead of --seqlen [default: as many as --q-tiles]")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model of time and the workers in it."""
+
+    workers: WorkersOption = None
+    model: Annotated[
+        str, Option("--model", help="paper, machine (a Hopper SM), or h200 (fitted to one, for --head-dim)")
+    ] = "paper"
+    compute: Annotated[float | None, Option("--compute", help="time of a task's compute [default: the model's]")] = None
+    reduce: Annotated[float | None, Option("--reduce", help="time of a task's reduction [default: the model's]")] = None
+
+    def value(self, h200: Machine) -> Model:
+        """The named model, with its compute and reduce times replaced where given."""
+        models: dict[str, Model] = {"paper": Paper(), "machine": Machine(), "h200": h200}
+        if self.model not in models:
+            raise ValueError(f"--model {self.model!r}: choose from {', '.join(models)}")
+        base = models[self.model]
+        compute = base.compute if self.compute is None else self.compute
+        reduce = base.reduce if self.reduce is None else self.reduce
+        if compute <= 0 or reduce < 0:
+            raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
+        return replace(base, compute=compute, reduce=reduce)
+
 
 @dataclass(frozen=True)
 class Workload:
-    """What the shared options say. Tile counts give a square problem cut that finely, unless lengths are given."""
+    """A problem cut into tiles: a real one as its backend cuts it, or as many tiles as asked for."""
 
-    mask: str = "full"
-    q_tiles: int = 8
-    kv_tiles: int = 8
-    heads: int = 1
-    kv_heads: int | None = None
-    batch: int = 1
-    seqlen: int | None = None
-    tile: str = "64x128"
+    problem: ProblemOptions
+    tiles: TileOptions
 
     def tiling(self) -> Tiling:
-        """Cut into tiles."""
-        if self.seqlen is not None:
-            shape, length = parse_tile(self.tile), self.seqlen
-        else:
-            if self.q_tiles < 1 or self.kv_tiles < 1:
-                raise ValueError(f"--q-tiles and --kv-tiles must be at least 1, got {self.q_tiles} and {self.kv_tiles}")
-            # Twice the least common length: a diagonal tile is then partial, as it is in a real problem.
-            length = 2 * lcm(self.q_tiles, self.kv_tiles)
-            shape = TileShape(length // self.q_tiles, length // self.kv_tiles)
-        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        return tile(Problem(self.batch, self.heads, kv_heads, length, length, mask=parse_mask(self.mask)), shape)
+        asked = (self.tiles.q_tiles, self.tiles.kv_tiles)
+        if self.problem.seqlen is not None:
+            if asked != (None, None):
+                raise ValueError("--seqlen and --q-tiles or --kv-tiles: give a length or a number of tiles, not both")
+            problem = self.problem.problem()
+            return tile(problem, backend_named(self.problem.backend).tile_shape(problem))
+        q_tiles = TILES if asked[0] is None else asked[0]
+        kv_tiles = q_tiles if asked[1] is None else asked[1]
+        if q_tiles < 1 or kv_tiles < 1:
+            raise ValueError(f"--q-tiles and --kv-tiles must be at least 1, got {q_tiles} and {kv_tiles}")
+        # Twice the least common length makes a diagonal tile partial, as it is in a real problem.
+        length = 2 * lcm(q_tiles, kv_tiles)
+        return tile(self.problem.problem(length), TileShape(length // q_tiles, length // kv_tiles))
 
-    def program(self, policy: str, width: int | None = None) -> Program:
-        """Order it; a width given apart goes with the policy's name."""
-        choice = parse(policy)
-        return compose(self.tiling(), choice if width is None else replace(choice, width=width))
+    def program(self, policy: str) -> Program:
+        return compose(self.tiling(), policy)
+
+    def model(self, asked: ModelOptions) -> Model:
+        """The model of time asked for; one that is fitted to a GPU is the one for this problem's kernel."""
+        if self.problem.seqlen is None or self.problem.backend == "cpu":
+            return asked.value(Machine.h200(padded(self.problem.head_dim)))
+        return asked.value(h200_of(self.problem.problem()))
+
+    def workers(self, given: int | None) -> int:
+        """Workers to simulate: the paper puts a head on as many as it has kv tiles, a real problem has a machine."""
+        check_workers(given)
+        if given is not None:
+            return given
+        if self.problem.seqlen is None:
+            return self.tiling().num_kv
+        if self.problem.backend == "cpu":
+            import torch
+
+            return torch.get_num_threads()
+        return SMS
+
+
+def check_dtype(given: str | None) -> str | None:
+    if given not in (None, *DTYPES):
+        raise ValueError(f"--dtype {given!r}: choose from {', '.join(DTYPES)}")
+    return given
+
+
+def check_workers(given: int | None) -> None:
+    if given is not None and given < 1:
+        raise ValueError(f"--workers must be at least 1, got {given}")
+
+
+def backend_named(name: str) -> Backend:
+    """A backend to ask about a problem, also where its device is not."""
+    if name == "cpu":
+        from dash_attn.backends.cpu.backend import CpuBackend
+
+        return CpuBackend()
+    from dash_attn.tools.cli.absent import sm90
+
+    return sm90()
+
+
+def padded(head_dim: int) -> int:
+    """The columns that the Hopper kernel works with."""
+    return 64 if head_dim <= 64 else 128
+
+
+def h200_of(problem: Problem) -> Machine:
+    """An H200 while it runs the kernel of a problem."""
+    from dash_attn.backends.sm90.backend import config_of
+
+    return Machine.h200(padded(problem.dim), config_of(problem).last_finishes)
 
 
 def parse_mask(text: str) -> Mask:
-    """full, causal, window:LEFT,RIGHT, documents:LENGTH,..., causal-documents:LENGTH,..."""
+    """full, causal, documents:LENGTH,... or causal-documents:LENGTH,..."""
     kind, _, rest = text.partition(":")
-    try:
-        numbers = [int(x) for x in rest.split(",")] if rest else []
-    except ValueError:
-        raise ValueError(f"--mask {text!r}: expected whole numbers after ':'") from None
     if kind in ("full", "causal") and not rest:
         return FULL if kind == "full" else CAUSAL
-    if kind == "window" and len(numbers) == 2:
-        return window(*numbers)
-    if kind in ("documents", "causal-documents") and numbers:
-        return documents([0, *accumulate(numbers)], causal=kind.startswith("causal"))
+    if kind in ("documents", "causal-documents") and rest:
+        lengths = _whole_numbers("--mask", text, rest)
+        return documents([0, *accumulate(lengths)], causal=kind.startswith("causal"))
     raise ValueError(
-        f"--mask {text!r}: choose full, causal, window:LEFT,RIGHT, documents:LENGTH,... or causal-documents:LENGTH,..."
+        f"--mask {text!r}: choose full, causal, documents:LENGTH,... or causal-documents:LENGTH,...; "
+        "--window LEFT,RIGHT narrows any of them"
     )
 
 
-def parse_tile(text: str) -> TileShape:
-    """'64x128'."""
-    rows, _, columns = text.partition("x")
-    if not (rows.isdigit() and columns.isdigit()):
-        raise ValueError(f"--tile {text!r}: expected QUERIESxKEYS, for example 64x128")
-    return TileShape(int(rows), int(columns))
+def parse_window(text: str | None) -> Mask:
+    if text is None:
+        return FULL
+    sides = _whole_numbers("--window", text, text)
+    if len(sides) != 2:
+        raise ValueError(f"--window {text!r}: expected LEFT,RIGHT, for example 512,0")
+    return window(*sides)
 
 
-def parse_model(name: str, compute: float | None, reduce: float | None) -> Model:
-    """The named model, with its compute and reduce times replaced where given."""
-    models: dict[str, Callable[[], Model]] = {
-        "paper": Paper,
-        "machine": Machine,
-        "h200": Machine.h200,
-        "h200:64": lambda: Machine.h200(64),
-    }
-    if name not in models:
-        raise ValueError(f"--model {name!r}: choose from {', '.join(models)}")
-    base = models[name]()
-    model = replace(
-        base,
-        compute=base.compute if compute is None else compute,
-        reduce=base.reduce if reduce is None else reduce,
-    )
-    if model.compute <= 0 or model.reduce < 0:
-        raise ValueError("--compute must be positive and --reduce not negative")
-    return model
+def parse_names(text: str | None) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def _whole_numbers(option: str, text: str, numbers: str) -> list[int]:
+    try:
+        return [int(number) for number in numbers.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: expected whole numbers, separated by commas") from None

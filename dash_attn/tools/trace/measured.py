@@ -70,20 +70,20 @@ class Measured:
         return np.maximum(self.task["turn"], self.task["staged"])
 
     def landed_before(self, worker: Longs, row: Longs, back: int) -> Floats:
-        """When the contribution, or dV, of so many entries before had left its slot."""
+        """When the contribution, or dV, that is `back` entries earlier had left its slot."""
         landed = np.full(self.trace.events.shape[:2], -np.inf)
         landed[self.rows.task_worker, self.rows.task_row] = self.task["landed"]
         landed[self.rows.chain_worker, self.rows.chain_row] = self.chain["landed"]
-        found: Floats = landed[worker, np.maximum(row - back, 0)]  # row 0 is nobody's
-        return found
+        before: Floats = landed[worker, np.maximum(row - back, 0)]  # row 0 is nobody's
+        return before
 
     @cached_property
     def takes_sum(self) -> Bools:
         """Tasks whose slot comes with the sum of all others in it, where the last contributor finishes dQ."""
         tasks, program = self.trace.program.expand(), self.trace.program
         last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
-        found: Bools = last & (self.config.get("finish") == "last")
-        return found
+        takes: Bools = last & (self.config.get("finish") == "last")
+        return takes
 
     @property
     def config(self) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class Measured:
         barriers take themselves."""
         took = times["slot"] - times["computed"]
         free = plain & (self.landed_before(*at, DQ_SLOTS) <= times["computed"])
-        found: Floats = np.where(free, 0.0, np.maximum(0.0, took - usual(took[free])))
-        return found
+        waited: Floats = np.where(free, 0.0, np.maximum(0.0, took - usual(took[free])))
+        return waited
 
     @property
     def late(self) -> Floats:
@@ -117,16 +117,16 @@ class Measured:
         pause = self.pitch() - (self.task["left"] - self.task["begun"])
         asked = np.append(self.task["loaded"][1:], np.inf)
         normal = usual(pause[(pause > 0) & (self.task["left"] - asked > IN_TIME)])
-        found: Floats = np.where(pause > 2 * normal, pause - normal, 0.0)
-        return found
+        late: Floats = np.where(pause > 2 * normal, pause - normal, 0.0)
+        return late
 
     @property
     def first_tasks(self) -> Longs:
         """First task of each chain that has any, in placement order."""
         first = self.trace.program.task_first
         chains = self.trace.placement.chains
-        found: Longs = first[chains[first[chains + 1] > first[chains]]]
-        return found
+        tasks: Longs = first[chains[first[chains + 1] > first[chains]]]
+        return tasks
 
     def pitch(self) -> Floats:
         """From each task's begin to that of the next one of its chain, or to the end of the last."""
@@ -135,8 +135,8 @@ class Measured:
         last = self.trace.program.task_first[1:] - 1
         last = last[np.diff(self.trace.program.task_first) > 0]
         until[last] = self.task["left"][last]
-        found: Floats = until - begun
-        return found
+        pitch: Floats = until - begun
+        return pitch
 
 
 def measured(trace: Trace) -> Measured:
@@ -182,8 +182,8 @@ def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:
     c, t = cycle[keep], ns[keep]
     at = np.clip(np.searchsorted(c, cycles, side="right") - 1, 0, len(c) - 2)
     slope = np.diff(t) / np.diff(c)
-    found: Floats = (t[at] + (cycles - c[at]) * slope[at]) / 1e3
-    return found
+    us: Floats = (t[at] + (cycles - c[at]) * slope[at]) / 1e3
+    return us
 
 
 def usual(took: Floats) -> float:
@@ -197,7 +197,7 @@ WHAT = {
     "loads": "waiting for Q and dO between tasks",
     "gaps": "passing from stamp to stamp with nothing to wait for",
     "edges": "begin and end of chains: K, V, dK, dV",
-    "idle": "before the first and behind the last chain",
+    "bubble": "before the first and after the last chain of an SM",
     "turns": "(beside the tasks) contributions waiting their turn",
     "early": f"(part of slots) waits longer than {EARLY:.0f} tasks: ahead of the others",
 }
@@ -214,7 +214,7 @@ class Shares:
     loads: float
     gaps: float
     edges: float
-    idle: float
+    bubble: float
     turns: float
     early: float
 
@@ -223,32 +223,32 @@ class Shares:
         return [(name, getattr(self, name), getattr(self, name) / self.whole) for name in WHAT]
 
 
-def shares(found: Measured) -> Shares:
-    task, chain = found.task, found.chain
-    first = np.diff(found.trace.program.task_first)
-    has_tasks = first[found.trace.placement.chains] > 0
-    blocked, late = found.blocked, found.late
-    slots = float(blocked.sum() + found.chain_blocked.sum())
+def shares(run: Measured) -> Shares:
+    task, chain = run.task, run.chain
+    first = np.diff(run.trace.program.task_first)
+    has_tasks = first[run.trace.placement.chains] > 0
+    blocked, late = run.blocked, run.late
+    slots = float(blocked.sum() + run.chain_blocked.sum())
     own = float((task["left"] - task["begun"] - (task["slot"] - task["computed"])).sum())
-    passing = found.pitch() - (task["left"] - task["begun"]) + task["slot"] - task["computed"]
+    passing = run.pitch() - (task["left"] - task["begun"]) + task["slot"] - task["computed"]
     chain_passing = chain["slot"] - chain["computed"]
     gaps = float(passing.sum() + chain_passing.sum()) - slots - float(late.sum())
     # A chain's first task begins this long behind the end of the chain before it.
     since = np.append(0.0, chain["staged"][:-1])
-    firsts = found.trace.placement.first[:-1]
-    since[firsts] = found.start
+    firsts = run.trace.placement.first[:-1]
+    since[firsts] = run.start
     begin = chain["begun"].copy()
-    begin[has_tasks] = task["begun"][found.first_tasks]
+    begin[has_tasks] = task["begun"][run.first_tasks]
     before = float((begin - since).sum())
     after = float((chain["staged"] - chain["begun"] - chain_passing).sum())
-    last = chain["staged"][found.trace.placement.first[1:] - 1]
-    idle = float((found.makespan - last).sum() + found.start.sum())
+    last = chain["staged"][run.trace.placement.first[1:] - 1]
+    bubble = float((run.makespan - last).sum() + run.start.sum())
     # The tie stamp of a chain comes a moment behind its last task: that moment is part of the edge.
     task_end = np.zeros(len(chain["begun"]))
-    ends = found.trace.program.task_first[found.trace.placement.chains + 1] - 1
+    ends = run.trace.program.task_first[run.trace.placement.chains + 1] - 1
     task_end[has_tasks] = chain["begun"][has_tasks] - task["left"][ends[has_tasks]]
-    whole = len(found.sm) * found.makespan
-    turns = float((found.granted - task["staged"]).sum())
-    early = float(blocked[blocked > EARLY * usual(found.pitch())].sum())
+    whole = len(run.sm) * run.makespan
+    turns = float((run.granted - task["staged"]).sum())
+    early = float(blocked[blocked > EARLY * usual(run.pitch())].sum())
     edges = before + after + float(task_end.sum())
-    return Shares(whole, own, slots, float(late.sum()), gaps, edges, idle, turns, early)
+    return Shares(whole, own, slots, float(late.sum()), gaps, edges, bubble, turns, early)

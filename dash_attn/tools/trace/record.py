@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.backends.sm90.config import STAMPS
 from dash_attn.program import Program, Sequences, load, save
+from dash_attn.program.codec import load_extra, text_of
+from dash_attn.verify import verify
 
 STEPS, FIRST, CHAINS, FACTS = ("trace_steps", "trace_first", "trace_chains", "trace_facts")
+MOST_BYTES = {STEPS: 2**30, FIRST: 2**20, CHAINS: 2**26, FACTS: 2**16}  # that a file may hold of each
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +56,29 @@ def load_trace(path: str | Path) -> Trace:
     if not Path(path).is_file():
         raise ValueError(f"no such file: {path}")
     program = load(path)
+    extra = load_extra(path, MOST_BYTES)
+    if not extra:
+        raise ValueError(f"{path} is a program without a trace: make one with dash-attn trace")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            placement = Sequences(archive[FIRST], archive[CHAINS])
-            return Trace(program, placement, unpack(archive[STEPS]), json.loads(str(archive[FACTS])))
-    except KeyError:
-        raise ValueError(f"{path} is a program without a trace: make one with dash-attn trace") from None
+        steps, first, chains, facts = (extra[name] for name in MOST_BYTES)
+        placement = Sequences(as_int32(first), as_int32(chains))
+        verify(program).placed(placement)
+        if steps.dtype != np.uint8 or steps.ndim != 4 or steps.shape[:3] != (8, len(first) - 1, len(STAMPS)):
+            raise ValueError(f"{STEPS} is {steps.dtype} of shape {steps.shape}")
+        said = json.loads(text_of(facts))
+        if not isinstance(said, dict):
+            raise ValueError(f"{FACTS} is no object")
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged: it has no {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return Trace(program, placement, unpack(steps), said)
+
+
+def as_int32(array: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    if array.dtype != np.int32 or array.ndim != 1:
+        raise ValueError(f"a placement must be int32, got {array.dtype} of shape {array.shape}")
+    return array
 
 
 def pack(events: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
@@ -68,5 +89,5 @@ def pack(events: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
 
 
 def unpack(steps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    found = np.ascontiguousarray(np.moveaxis(steps, 0, -1)).view("<i8")[..., 0]
-    return np.cumsum(found, axis=2, dtype=np.int64).transpose(0, 2, 1)
+    words = np.ascontiguousarray(np.moveaxis(steps, 0, -1)).view("<i8")[..., 0]
+    return np.cumsum(words, axis=2, dtype=np.int64).transpose(0, 2, 1)

@@ -1,19 +1,28 @@
-"""All results on one static page: the paper's claims, pictures, tables, schedules, and how to make it all again."""
+"""All results on one static page: the comparison with FlashAttention-4 first, then suites, traces and schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from PIL import Image
 
 from dash_attn.problem import CAUSAL, FULL
 from dash_attn.tools.bench.paper import CLAIMS
-from dash_attn.tools.bench.report import absent, ratios, tables
+from dash_attn.tools.bench.report import absent, blocks, deviations, hosts, memory, prices, throughput
 from dash_attn.tools.trace.record import load_trace
-from dash_attn.tools.viz.figures import run
-from dash_attn.tools.viz.html import Picture, Section, report
-from dash_attn.tools.viz.results import DARK, DRAWN, LIGHT, Result, Theme, gathered
+from dash_attn.tools.viz.comparison import schedules
+from dash_attn.tools.viz.headline import headline_plot, headline_table, peers
+from dash_attn.tools.viz.page import Picture, Section, Shades, report
+from dash_attn.tools.viz.paper_figures import run
+from dash_attn.tools.viz.plots import DARK, DRAWN, LIGHT, NAMES, NARROW, Theme, figure_of
+from dash_attn.tools.viz.results import Result, gathered
 from dash_attn.tools.viz.traced import Traced
+
+Table = list[list[str]]
 
 HEADINGS = {
     "grid": "Throughput",
@@ -21,10 +30,29 @@ HEADINGS = {
     "grid_ours": "Throughput of our orders",
     "price": "Price of determinism",
     "models": "Attention of known models",
+    "padded": "Padded head dims",
+    "length": "Cost against length",
     "block": "Transformer block",
     "deviation": "Deviation of identical passes",
-    "length": "Cost against length",
-    "padded": "Padded head dims",
+    "host": "Host time",
+    "audit": "Audit: repeats under stress",
+}
+# The tables of a suite by title; a suite that is not named here has those of TIMED.
+Tables = dict[str, Callable[[Mapping[str, Any]], Any]]
+TIMED: Tables = {"Throughput [TFLOPS]": throughput, "Peak memory [MB]": memory}
+TABLES: dict[str, Tables] = {
+    "price": {"Throughput lost by being deterministic": prices},
+    "block": {"Times, shares and memory of a block": blocks},
+    "deviation": {"Differences by variant": deviations},
+    "host": {"Microseconds until a call returns": hosts},
+}
+ENVIRONMENT = {
+    "device": "",
+    "torch": "torch ",
+    "cuda": "CUDA ",
+    "flash-attn-4": "FlashAttention-4 ",
+    "dash_attn": "dash_attn ",
+    "date": "",
 }
 
 SOME_SMS = 8
@@ -34,73 +62,134 @@ def evidence(files: Sequence[Path], path: Path) -> Path:
     """Write the page, of results (.json) and traces (.npz)."""
     traces = [file for file in files if file.suffix == ".npz"]
     results = gathered([file for file in files if file.suffix != ".npz"])
-    sections = [section for name in HEADINGS if name in results for section in _suite(name, results[name])]
-    return report(path, [*sections, *map(_traced, traces), *_schedules(), _again(results)], title="dash_attn: measured")
+    results = {name: results[name] for name in (*HEADINGS, *results) if name in results}
+    suites = [section for name, result in results.items() for section in _suite(name, result, _first(results))]
+    again = [_again(results)] if results else []
+    sections = [*_headline(results), *_claims(results), *suites, *map(_traced, traces), *_schedules(), *again]
+    return report(path, sections, title="dash_attn: measured")
 
 
-def _suite(name: str, result: Result) -> list[Section]:
-    env = result.get("environment", {})
-    where = ", ".join(
-        f"{key} {env[key]}" for key in ("gpu", "device", "torch", "cuda", "flash-attn-4", "date") if env.get(key)
+def heading_of(suite: str) -> str:
+    """The heading of a suite. One without a picture goes by its own name."""
+    return HEADINGS.get(suite, suite.replace("_", " "))
+
+
+def where(result: Result) -> str:
+    """The machine and the versions of a result, in one line."""
+    env = result["environment"]
+    return ", ".join(f"{word}{env[name]}" for name, word in ENVIRONMENT.items() if env.get(name))
+
+
+def _headline(results: Mapping[str, Result]) -> list[Section]:
+    """One table and one picture."""
+    if not results:
+        return []
+    # The price comes from the rows of the grid: they are not counted twice.
+    suites = {heading_of(name): result["rows"] for name, result in results.items() if name not in ("price", "host")}
+    table, first = headline_table(suites), _first(results)
+    if len(table) == 1:
+        return [Section(text=f"{first}.")]
+    text = (
+        f"{first}.\n\nSpeed of our default order over that of FlashAttention-4 (FA4): the geometric mean over the "
+        "cells of a suite, and the worst cell. Above 1x ours is faster. In the picture a dot is a cell, a bar the mean."
     )
-    claims = [
-        f"{claim.title}. The paper: {claim.claim} Here: {' '.join(claim.say(list(result['rows'])))}"
+    environment = next(iter(results.values()))["environment"]
+    picture = _picture(
+        lambda theme: headline_plot(suites, environment, theme), "speed over that of FlashAttention-4 in every cell"
+    )
+    return [Section("Against FlashAttention-4", text, table), Section(pictures=[picture])]
+
+
+def _first(results: Mapping[str, Result]) -> str:
+    """The machine of the first result. Only what differs from it is told again."""
+    return next((where(result) for result in results.values()), "")
+
+
+def _claims(results: Mapping[str, Result]) -> list[Section]:
+    rows = [
+        [claim.title, claim.claim, " ".join(claim.say(list(results[claim.suite]["rows"]))) or "-"]
         for claim in CLAIMS
-        if claim.suite == name
+        if claim.suite in results
     ]
-    facts = [] if name in ("block", "deviation") else ratios(result).splitlines()
-    text = "\n\n".join([f"Measured on: {where}.", *claims, *facts, *absent(result).splitlines()])
-    picture = Picture(
-        _png(name, result, LIGHT), _png(name, result, DARK), f"{HEADINGS[name]}: the numbers of the table"
-    )
-    first, *others = tables(result)
-    made = [Section(HEADINGS[name], text, [first[0], *first[1]], pictures=[picture])]
-    return made + [Section(table=[header, *lines]) for header, lines in others]
+    return [Section("The paper's claims", table=[["", "the paper", "here"], *rows])] if rows else []
+
+
+def _suite(name: str, result: Result, told: str) -> list[Section]:
+    """Picture and comparison of a suite; its numbers are folded. `told`: the machine at the head of the page."""
+    other = [] if where(result) == told else [f"{where(result)}."]
+    text = "\n\n".join([*other, *(f"Note: {note}." for note in result["notes"])])
+    if name == "audit":
+        return [Section(heading_of(name), text, _audit(result))]
+    pictures = []
+    if name in DRAWN:
+        pictures = [_picture(lambda theme: figure_of(name, result, theme), heading_of(name))]
+    compared = [
+        [NAMES.get(each.peer, each.peer), str(len(each.cells)), *each.texts, each.place]
+        for each in peers(result["rows"])
+    ]
+    ratios = [["ours against", "cells", "geometric mean", "worst", "at"], *compared]
+    if name in ("price", "host") or not compared:
+        ratios = []
+    text = "\n\n".join([text, *absent(result).splitlines()])
+    folded = []
+    for title, make in TABLES.get(name, TIMED).items():
+        if (made := make(result)) is not None:
+            header, lines = made
+            folded.append(Section(table=[header, *lines], fold=f"{title}, all {len(lines)} rows"))
+    return [Section(heading_of(name), text, ratios, pictures=pictures), *folded]
+
+
+def _audit(result: Result) -> Table:
+    """For each target and stressor: how many runs differed."""
+    rows = [
+        [str(entry[key]) for key in ("case", "target", "stressor", "runs", "differing", "status")]
+        for entry in result["rows"]
+    ]
+    return [["case", "target", "stressor", "runs", "differing runs", "verdict"], *rows]
 
 
 def _traced(file: Path) -> Section:
-    """What the SMs really did; some of them, because all would be a page of their own."""
+    """The run on a few SMs; all of them would be a page of their own."""
     traced = Traced.of(load_trace(file))
-    trace = traced.found.trace
+    trace = traced.run.trace
     shape, us, sms = trace.facts.get("problem", {}), trace.facts.get("us", {}), traced.telling(SOME_SMS)
     cell = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shape.items())
     untraced = f", {us['main']:.0f} us without tracing" if us.get("main") else ""
     text = (
-        f"{trace.facts.get('gpu', 'A GPU')}, {trace.program.policy}, {trace.program.mask} mask, {cell}: "
-        f"{traced.found.makespan:.0f} us{untraced}, {traced.result.makespan:.0f} us in the model that was fitted to "
-        f"this trace. The table is of all {len(traced.found.sm)} SMs.\n\nThe charts show {len(sms)} of them, numbers "
-        f"{', '.join(map(str, sms.tolist()))}: half waited longest for a slot of dQ, half least. All SMs: dash-attn "
-        f"trace {file.name} --html page.html."
+        f"{trace.facts.get('gpu', 'A GPU')}, {trace.program.policy}, {trace.program.mask} mask, {cell}. "
+        f"Measured: {traced.run.makespan:.0f} us{untraced}. Simulated with the model fitted to this trace: "
+        f"{traced.simulation.makespan:.0f} us. The table sums over all {len(traced.run.sm)} SMs.\n\nThe charts show "
+        f"{len(sms)} SMs, numbers {', '.join(map(str, sms.tolist()))}: half waited longest for a slot of dQ, half "
+        f"least. All SMs: dash-attn trace {file.name} --html page.html."
     )
-    heading = f"What the SMs did: head dim {shape.get('dim', '?')}"
+    heading = f"What the SMs did: head dim {shape.get('dim', '?')}, {shape.get('len_q', '?')} tokens"
     return Section(heading, text, traced.table(), charts=traced.some(sms))
 
 
 def _schedules() -> list[Section]:
-    """Why: the paper's model of the orders that were timed."""
+    """The paper's model of the orders that were timed: its baseline and its optimum."""
     pairs = ((CAUSAL, "symmetric_shift"), (FULL, "shift"))
-    text = (
-        "Simulated in the paper's model, 8 kv tiles on 8 workers, 2 heads: its baseline, and the order that is timed."
-    )
-    return [
-        Section(f"Schedules: {mask} mask", text, charts=[run(8, 2, mask, "fa3"), run(8, 2, mask, policy)])
-        for mask, policy in pairs
-    ]
+    return [schedules([run(8, 2, mask, name) for name in ("fa3", policy)]) for mask, policy in pairs]
 
 
-def _again(results: dict[str, Result]) -> Section:
+def _again(results: Mapping[str, Result]) -> Section:
     rows = [["suite", "command"]]
-    rows += [
-        [name, line]
-        for name, result in results.items()
-        for command in result["commands"]
-        for line in command.splitlines()
-    ]
-    text = "dash-attn bench --suite NAME, then dash-attn paper FILES --html page.html. What made the numbers here:"
+    rows += [[name, command] for name, result in results.items() for command in result["commands"]]
+    text = "These commands measured the numbers. `dash-attn paper FILES --html page.html` makes this page of them."
     return Section("Make it again", text, rows)
 
 
-def _png(name: str, result: Result, theme: Theme) -> bytes:
-    buffer = BytesIO()
-    DRAWN[name](result, theme).savefig(buffer, format="png", dpi=160, metadata={"Software": None})
-    return buffer.getvalue()
+def _picture(draw: Callable[[Theme], Figure], says: str) -> Picture:
+    wide, narrow = (Shades(_png(draw(light)), _png(draw(dark))) for light, dark in THEMES)
+    return Picture(wide, narrow, says)
+
+
+THEMES = ((LIGHT, DARK), (NARROW[LIGHT], NARROW[DARK]))
+
+
+def _png(figure: Figure) -> bytes:
+    """A figure in few colours: a third of the bytes, and no difference to the eye."""
+    full, small = BytesIO(), BytesIO()
+    figure.savefig(full, format="png", dpi=160)
+    Image.open(full).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
+    return small.getvalue()

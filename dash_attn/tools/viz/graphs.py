@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +20,16 @@ from dash_attn.tools.viz.palette import swatches
 Point = tuple[float, float]
 FAINT = "#aab2c0"
 WIDE, HIGH = 0.33, 0.17  # half the size of a box
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """How an arrow looks. It stops `shrink` points short of both ends."""
+
+    colour: str
+    width: float
+    dashed: bool = False
+    shrink: float = 10
 
 
 def task_graph(axes: Axes, simulation: Simulation) -> None:
@@ -45,14 +56,8 @@ def task_graph(axes: Axes, simulation: Simulation) -> None:
         # From rim to rim: along a row between the sides of the boxes, across rows between top and bottom.
         across = HIGH * np.sign(v - y) if why == "turn" else 0.0
         along = 0.0 if why == "turn" else WIDE
-        edge(
-            axes,
-            (x + along * (x > 1 - WIDE), y + across),
-            (u - along, v - across),
-            colour,
-            2.4 if bold else 1.2,
-            shrink=1,
-        )
+        stroke = Stroke(colour, 2.4 if bold else 1.2, shrink=1)
+        edge(axes, (x + along * (x > 1 - WIDE), y + across), (u - along, v - across), stroke)
     fill = swatches(int(names.q_tile.max()) + 1, "q")
     for phase in graph.graph.nodes():
         x, y = at(phase)
@@ -91,7 +96,7 @@ def chain_graph(axes: Axes, edges: tuple[tuple[Node, Node], ...], text: str) -> 
     for tail, head, weight in graph.weighted_edge_list():
         added, heavy = weight == 0, (tail, head) in bold
         colour = palette.STALL if added else palette.INK if heavy else FAINT
-        edge(axes, at(tail), at(head), colour, 2.6 if heavy else 1.4, dashed=added)
+        edge(axes, at(tail), at(head), Stroke(colour, 2.6 if heavy else 1.4, dashed=added))
         if not added:
             (x, y), (u, v) = at(tail), at(head)
             middle, lift = (x + u) / 2 + 0.13 * (v - y), 0.1 if y == v else 0.15
@@ -116,21 +121,19 @@ def dot(axes: Axes, at: Point, text: str) -> None:
     axes.text(*at, text, ha="center", va="center_baseline", size=9, color=palette.INK, zorder=4)
 
 
-def edge(
-    axes: Axes, tail: Point, head: Point, colour: str, width: float, *, dashed: bool = False, shrink: float = 10
-) -> None:
-    """An arrow that stops `shrink` points short of both ends."""
+def edge(axes: Axes, tail: Point, head: Point, stroke: Stroke) -> None:
+    """An arrow."""
     axes.add_patch(
         FancyArrowPatch(
             tail,
             head,
             arrowstyle="-|>",
-            mutation_scale=6 + 3 * width,
-            lw=width,
-            ls=(0, (4, 2)) if dashed else "-",
-            color=colour,
-            shrinkA=shrink,
-            shrinkB=shrink,
-            zorder=2 if shrink else 5,
+            mutation_scale=6 + 3 * stroke.width,
+            lw=stroke.width,
+            ls=(0, (4, 2)) if stroke.dashed else "-",
+            color=stroke.colour,
+            shrinkA=stroke.shrink,
+            shrinkB=stroke.shrink,
+            zorder=2 if stroke.shrink else 5,
         )
     )

@@ -1,4 +1,4 @@
-"""A trace as charts: what the SMs did over the same program in the model, and where their time went."""
+"""A trace as charts: the run on the SMs, the same program in the model, and the shares of the SMs' time."""
 
 from __future__ import annotations
 
@@ -14,43 +14,44 @@ from dash_attn.tools.trace.fit import fit_trace
 from dash_attn.tools.trace.measured import WHAT, Measured, Shares, measured, shares
 from dash_attn.tools.trace.record import Trace
 from dash_attn.tools.trace.timelines import simulated, timeline
-from dash_attn.tools.viz.chart import Chart
+from dash_attn.tools.viz.charts import Chart
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """The run, the model that was fitted to it, and a chart of each."""
+    """A measured run, the model fitted to it, the simulation with that model, and a chart of the run and of the
+    simulation."""
 
-    found: Measured
+    run: Measured
     sums: Shares
     model: Machine
-    result: Simulation
+    simulation: Simulation
     charts: tuple[Chart, Chart]
 
     @staticmethod
     def of(trace: Trace) -> Traced:
-        found = measured(trace)
-        sums, model, policy = shares(found), fit_trace(found), trace.program.policy
-        result, modelled = simulated(found, model)
-        real = Chart(timeline(found), f"measured, {policy}", found.makespan, sums.turns, sums.idle)
-        ideal = Chart(modelled, f"simulated, {policy}", result.makespan, result.stall, result.bubble)
-        return Traced(found, sums, model, result, (real, ideal))
+        """Fit the model to a trace and simulate its program."""
+        run = measured(trace)
+        sums, model, policy = shares(run), fit_trace(run), trace.program.policy
+        simulation, modelled = simulated(run, model)
+        real = Chart(timeline(run), f"measured, {policy}", run.makespan, sums.turns, sums.bubble, policy=policy)
+        ideal = Chart(modelled, f"simulated, {policy}", simulation.makespan, simulation.stall, simulation.bubble)
+        return Traced(run, sums, model, simulation, (real, ideal))
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        rows = [(name, f"{us:.0f}", f"{100 * share:.1f} %", WHAT[name]) for name, us, share in self.sums.table()]
-        return [("", "us, all SMs", "share", "what"), *rows]
+        """The shares of the SMs' time, with a header."""
+        rows = [(name, f"{us:.0f}", f"{share:.1%}", WHAT[name]) for name, us, share in self.sums.table()]
+        return [("part", "us, all SMs", "share", "meaning"), *rows]
 
     def telling(self, count: int) -> Longs:
-        """Some SMs: those that waited longest for a slot, and as many that waited least."""
-        waited = np.bincount(self.found.rows.task_worker, self.found.blocked, len(self.found.sm))
+        """Numbers of `count` SMs: half waited longest for a slot, half least."""
+        waited = np.bincount(self.run.rows.task_worker, self.run.blocked, len(self.run.sm))
         order = np.argsort(waited, kind="stable")
-        chosen: Longs = np.sort(
-            self.found.sm[np.append(order[: count // 2], order[len(order) - (count - count // 2) :])]
-        )
+        chosen: Longs = np.sort(self.run.sm[np.append(order[: count // 2], order[len(order) - (count - count // 2) :])])
         return chosen
 
     def some(self, sms: Sequence[int] | Longs) -> list[Chart]:
-        """The charts of a few SMs, with their own sums beside."""
+        """The charts of a few SMs, with the sums of those SMs beside them."""
         return [_cut(each, only(each.timeline, sms)) for each in self.charts]
 
 
@@ -59,12 +60,12 @@ def _cut(each: Chart, line: Timeline) -> Chart:
     first, last = np.full(line.workers, np.inf), np.zeros(line.workers)
     np.minimum.at(first, line.worker[computes], line.begin[computes])
     np.maximum.at(last, line.worker[computes], line.end[computes])
-    idle = float((np.minimum(first, each.makespan) + each.makespan - last).sum())
-    return replace(each, timeline=line, stall=line.total("stall"), idle=idle)
+    bubble = float((np.minimum(first, each.makespan) + each.makespan - last).sum())
+    return replace(each, timeline=line, stall=line.total("stall"), bubble=bubble)
 
 
 def only(line: Timeline, workers: Sequence[int] | Longs) -> Timeline:
-    """The events of some workers, in new rows, and their tasks."""
+    """The events of some workers and their tasks. The workers get new row numbers."""
     row = np.full(line.workers, -1)
     row[workers] = np.arange(len(workers))
     kept = row[line.worker] >= 0

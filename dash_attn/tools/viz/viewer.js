@@ -1,11 +1,16 @@
 "use strict";
-// Charts on canvas: wheel or pinch zooms, dragging pans, hovering names the task and traces the order of its dQ tile.
-// Charts of one section share their time axis. Events arrive sorted by (worker, lane, begin) and never overlap in a lane.
+// Charts on canvas. The wheel or a pinch zooms, dragging pans. A pointer over a task, or a tap on it, names the task and
+// traces the order of its dQ tile. Charts of one section share their time axis.
+// Events arrive sorted by (worker, lane, begin) and never overlap in a lane.
 const [COMPUTE, REDUCE, STALL] = [0, 1, 2];
 const page = JSON.parse(document.getElementById("data").textContent);
 const tip = document.getElementById("tip");
 const colourBy = document.getElementById("colour");
-const GUTTER = 34, AXIS = 24, COMPUTE_SHARE = 0.6;
+// GUTTER: left of the rows, for worker numbers. LABEL: one line above the rows. AXIS: below them, for the time.
+const GUTTER = 46, LABEL = 16, AXIS = 38, COMPUTE_SHARE = 0.6;
+const FONTS = [12, 11, 10, 9]; // pixels; the largest that fits is taken
+const FONT = "px system-ui, sans-serif";
+const SLACK = { mouse: 3, pen: 6, touch: 10 }; // pixels that a pointer may move and still count as a click or a tap
 let theme, lastScroll = -1e9;
 
 function fail(message) {
@@ -70,7 +75,7 @@ function swatch(key, count, role) {
 
 function readTheme() {
   const css = getComputedStyle(document.documentElement);
-  theme = Object.fromEntries(["paper", "ink", "muted", "line", "idle", "stall", "stall-pale"].map((n) => [n, css.getPropertyValue("--" + n).trim()]));
+  theme = Object.fromEntries(["paper", "ink", "muted", "line", "bubble", "stall", "stall-pale"].map((n) => [n, css.getPropertyValue("--" + n).trim()]));
   const tile = document.createElement("canvas"), g = tile.getContext("2d");
   tile.width = tile.height = 8;
   g.fillStyle = theme["stall-pale"];
@@ -83,7 +88,7 @@ function readTheme() {
 }
 
 function ticks(from, to, room) {
-  const raw = (to - from) / Math.max(2, room / 80), power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (to - from) / Math.max(2, room / 64), power = 10 ** Math.floor(Math.log10(raw));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= raw);
   const list = [];
   for (let k = Math.ceil(from / step - 1e-9); k * step <= to * (1 + 1e-9); k++) list.push(k * step);
@@ -96,14 +101,19 @@ class Chart {
     Object.assign(this, { box, meta, data, group });
     [this.base, this.over] = box.querySelectorAll("canvas");
     this.rowHeight = Math.max(5, Math.min(24, 560 / meta.workers));
-    this.height = this.rowHeight * meta.workers + AXIS;
+    // Two ends need a line of text each, unless they are one.
+    this.ends = meta.bound === null || this.bounded() ? 1 : 2;
+    this.top = LABEL * this.ends + 2;
+    this.bottom = this.top + this.rowHeight * meta.workers;
+    this.height = this.bottom + AXIS;
     this.thin = meta.lanes > 1 && this.rowHeight < 9; // reductions beside the compute would only be noise: stalls stay
     for (const canvas of [this.base, this.over]) canvas.style.height = this.height + "px";
   }
+  bounded() { return Math.abs(this.meta.bound - this.meta.makespan) <= 1e-9 * this.meta.makespan; }
   x(time) { return GUTTER + ((time - this.group.begin) / (this.group.end - this.group.begin)) * (this.width - GUTTER - 2); }
   time(x) { return this.group.begin + ((x - GUTTER) / (this.width - GUTTER - 2)) * (this.group.end - this.group.begin); }
   band(row, lane) {
-    const gap = this.rowHeight > 9 ? 1 : 0, top = row * this.rowHeight + gap, high = this.rowHeight - 2 * gap;
+    const gap = this.rowHeight > 9 ? 1 : 0, top = this.top + row * this.rowHeight + gap, high = this.rowHeight - 2 * gap;
     if (this.meta.lanes === 1 || (this.thin && lane === 0)) return [top, high];
     if (this.thin) return [top + high * COMPUTE_SHARE, high * (1 - COMPUTE_SHARE)];
     if (lane === 0) return [top, high * COMPUTE_SHARE];
@@ -123,6 +133,7 @@ class Chart {
   fit(canvas) {
     const ratio = window.devicePixelRatio || 1;
     this.width = this.box.clientWidth;
+    this.base.dataset.plot = [GUTTER, this.top, this.width - 2, this.rowHeight].join(" ");
     canvas.width = Math.round(this.width * ratio);
     canvas.height = Math.round(this.height * ratio);
     const g = canvas.getContext("2d");
@@ -130,20 +141,19 @@ class Chart {
     return g;
   }
   draw() {
-    const g = this.fit(this.base), { begin, end, task, role, first, q } = this.data, bottom = this.height - AXIS;
+    const g = this.fit(this.base), { begin, end, task, role, first, q } = this.data;
     const hatch = g.createPattern(theme.hatch, "repeat"), fills = new Map(), keyOf = KEYS[colourBy.value];
     g.save();
     g.beginPath();
-    g.rect(GUTTER, 0, this.width - GUTTER, bottom);
+    g.rect(GUTTER, 0, this.width - GUTTER, this.bottom);
     g.clip();
     g.textAlign = "center";
     g.textBaseline = "middle";
-    g.font = Math.min(12, Math.round(this.rowHeight * 0.62 * (this.meta.lanes > 1 ? COMPUTE_SHARE + 0.15 : 1))) + "px system-ui, sans-serif";
-    const digit = g.measureText("0").width;
+    const room = this.labelRoom(g), labels = [];
     for (let row = 0; row < this.meta.workers; row++) {
       const gap = this.rowHeight > 9 ? 1 : 0, edge = this.x(0);
-      g.fillStyle = theme.idle;
-      g.fillRect(edge, row * this.rowHeight + gap, this.x(this.meta.makespan) - edge, this.rowHeight - 2 * gap);
+      g.fillStyle = theme.bubble;
+      g.fillRect(edge, this.top + row * this.rowHeight + gap, this.x(this.meta.makespan) - edge, this.rowHeight - 2 * gap);
       for (let lane = 0; lane < this.meta.lanes; lane++) {
         const [top, high] = this.band(row, lane), stop = first[row * this.meta.lanes + lane + 1];
         let drawn = -1;
@@ -159,10 +169,10 @@ class Chart {
             g.fillStyle = `rgb(${rgb})`;
             const seam = right - left > 5 ? 0.5 : 0;
             g.fillRect(left, top, Math.max(right - left - seam, 0.5), high);
-            const text = role[i] === COMPUTE && high > 8 ? String(q[task[i]]) : "";
-            if (text && right - left > digit * text.length + 4) {
-              g.fillStyle = rgb[0] * 0.299 + rgb[1] * 0.587 + rgb[2] * 0.114 > 133 ? "#1f2430" : "#fff";
-              g.fillText(text, (Math.max(left, GUTTER) + Math.min(right, this.width)) / 2, top + high / 2 + 0.5);
+            const [from, to] = [Math.max(left, GUTTER), Math.min(right, this.width)];
+            if (role[i] === COMPUTE && to - from >= room) {
+              const light = rgb[0] * 0.299 + rgb[1] * 0.587 + rgb[2] * 0.114 > 133;
+              labels.push([q[task[i]], (from + to) / 2, top + high / 2 + 0.5, light ? "#1f2430" : "#fff", `rgb(${rgb})`]);
             }
             continue;
           }
@@ -170,44 +180,93 @@ class Chart {
         }
       }
     }
-    this.rule(g, this.meta.makespan, [], 2);
-    if (this.meta.bound !== null) this.rule(g, this.meta.bound, [4, 3], 1.3);
+    const { makespan, bound } = this.meta;
+    if (this.ends === 2) this.rule(g, bound, [4, 3], 1.3, 1, "lower bound");
+    this.rule(g, makespan, [], 2, 0, bound !== null && this.ends === 1 ? "makespan = lower bound" : "makespan");
+    this.labelRoom(g);
+    g.textAlign = "center";
+    g.lineWidth = 4;
+    g.lineJoin = "round";
+    const ends = [makespan, bound ?? makespan].map((time) => this.x(time));
+    for (const [text, x, y, ink, ground] of labels) {
+      if (ends.some((end) => Math.abs(end - x) < room)) { // the line must not read as a digit
+        g.strokeStyle = ground;
+        g.strokeText(text, x, y);
+      }
+      g.fillStyle = ink;
+      g.fillText(text, x, y);
+    }
     g.restore();
-    this.frame(g, bottom);
+    this.frame(g);
   }
-  rule(g, time, dash, width) {
+  // Sets the font of the numbers in tasks and returns the width that a bar needs to hold one. The widest number of the
+  // chart decides, and nine bars of ten must have room: a chart with only some of its numbers would be hard to read.
+  labelRoom(g) {
+    const { begin, end, role } = this.data, widest = "0".repeat(String(this.meta.q - 1).length);
+    const [, high] = this.band(0, 0), scale = this.x(1) - this.x(0);
+    if (this.short === undefined) {
+      const spans = Float32Array.from([...begin.keys()].filter((i) => role[i] === COMPUTE), (i) => end[i] - begin[i]).sort();
+      this.short = spans.length ? spans[Math.floor(spans.length / 10)] : 0;
+    }
+    for (const size of FONTS) {
+      if (size > high - 2) continue;
+      g.font = size + FONT;
+      const room = g.measureText(widest).width + 2;
+      if (room <= this.short * scale) return room;
+    }
+    return Infinity;
+  }
+  // A line at a time, with its name above the rows.
+  rule(g, time, dash, width, line, name) {
+    const x = this.x(time) - width / 2, text = `${name} ${number(Number(time.toPrecision(5)))}`;
+    if (x < GUTTER || x > this.width) return;
+    g.font = 12 + FONT;
+    // The name stands left of its line, else right of it. Where it fits on neither side, the line begins below it.
+    const wide = g.measureText(text).width, right = Math.min(x + 5, this.width - wide - 2);
+    const left = x - wide - 5 > GUTTER ? x - wide - 5 : right, crossed = left < x && left + wide > x;
     g.strokeStyle = theme.ink;
     g.lineWidth = width;
     g.setLineDash(dash);
     g.beginPath();
-    g.moveTo(this.x(time) - width / 2, 0);
-    g.lineTo(this.x(time) - width / 2, this.height - AXIS);
+    g.moveTo(x, LABEL * (line + crossed) + 2);
+    g.lineTo(x, this.bottom);
     g.stroke();
     g.setLineDash([]);
+    g.fillStyle = theme.ink;
+    g.textBaseline = "middle";
+    g.textAlign = "left";
+    g.fillText(text, left, LABEL * (line + 0.5) + 1);
   }
-  frame(g, bottom) {
-    g.font = "11px system-ui, sans-serif";
+  frame(g) {
+    const bottom = this.bottom;
+    g.font = 12 + FONT;
     g.fillStyle = theme.muted;
     g.textBaseline = "middle";
     g.textAlign = "right";
     const every = [1, 2, 4, 8, 16, 32].find((k) => k * this.rowHeight >= 13) || 64;
-    for (let row = 0; row < this.meta.workers; row += every) g.fillText(row, GUTTER - 6, (row + 0.5) * this.rowHeight);
+    for (let row = 0; row < this.meta.workers; row += every) g.fillText(row, GUTTER - 6, this.top + (row + 0.5) * this.rowHeight);
+    g.save();
+    g.translate(8, (this.top + bottom) / 2);
+    g.rotate(-Math.PI / 2);
+    g.textAlign = "center";
+    g.fillText("worker", 0, 0);
+    g.restore();
     g.textBaseline = "top";
     g.strokeStyle = theme.line;
     g.lineWidth = 1;
-    const list = ticks(this.group.begin, this.group.end, this.width);
-    list.forEach((time, i) => {
-      const x = this.x(time), text = number(time) + (i === list.length - 1 ? " " + this.meta.unit : "");
+    for (const time of ticks(this.group.begin, this.group.end, this.width)) {
+      const x = this.x(time), text = number(time), half = g.measureText(text).width / 2;
       g.beginPath();
       g.moveTo(x, bottom);
       g.lineTo(x, bottom + 4);
       g.stroke();
-      g.textAlign = i === list.length - 1 ? "right" : "center";
-      g.fillText(text, g.textAlign === "right" ? Math.min(x + g.measureText(text).width / 2, this.width - 2) : x, bottom + 7);
-    });
+      g.textAlign = "center";
+      g.fillText(text, Math.min(x, this.width - half - 1), bottom + 6);
+    }
+    g.fillText(`time [${this.meta.unit}]`, (GUTTER + this.width) / 2, bottom + 22);
   }
   hit(x, y) {
-    const row = Math.floor(y / this.rowHeight), time = this.time(x);
+    const row = Math.floor((y - this.top) / this.rowHeight), time = this.time(x);
     if (x < GUTTER || row < 0 || row >= this.meta.workers) return -1;
     const reach = 1.5 * (this.time(1) - this.time(0)); // the nearest within a pixel or two: thin bars can be caught
     for (let lane = 0; lane < this.meta.lanes; lane++) {
@@ -220,13 +279,13 @@ class Chart {
   // What is known of a task, and the way its dQ tile takes through the workers, turn by turn.
   describe(event) {
     const d = this.data, t = d.task[event], order = d.tiles.get([d.batch[t], d.head[t], d.q[t]].join());
-    const span = (name, i) => (i < 0 ? "" : `\n${name} ${number(d.begin[i])} to ${number(d.end[i])}`);
+    const span = (name, i) => (i < 0 ? "" : `\n${name} ${number(d.begin[i])} to ${number(d.end[i])} ${this.meta.unit}`);
     const wait = d.of[STALL][t], before = order[d.turn[t] - 1];
     const lines = [`worker ${d.worker[t]}, turn ${d.turn[t]} (0 to ${order.length - 1})`, span("compute", d.of[COMPUTE][t])];
-    lines.push(wait < 0 ? "\nno wait" : `\nwaits ${number(d.end[wait] - d.begin[wait])} ${this.meta.unit}`);
-    if (wait >= 0 && before !== undefined) lines.push(` for turn ${d.turn[before]} (kv ${d.kv[before]}, worker ${d.worker[before]})`);
+    lines.push(wait < 0 ? "\nno stall" : `\nstall ${number(d.end[wait] - d.begin[wait])} ${this.meta.unit}`);
+    if (wait >= 0 && before !== undefined) lines.push(` for turn ${d.turn[before]} (kv tile ${d.kv[before]}, worker ${d.worker[before]})`);
     lines.push(span("reduce", d.of[REDUCE][t]));
-    const place = (d.batches > 1 ? `batch ${d.batch[t]}, ` : "") + `head ${d.head[t]}, q ${d.q[t]}, kv ${d.kv[t]}`;
+    const place = (d.batches > 1 ? `batch ${d.batch[t]}, ` : "") + `head ${d.head[t]}, q tile ${d.q[t]}, kv tile ${d.kv[t]}`;
     return [place, lines.join("")];
   }
   hover(event) {
@@ -234,7 +293,7 @@ class Chart {
     if (event < 0) return;
     const t = d.task[event], order = d.tiles.get([d.batch[t], d.head[t], d.q[t]].join());
     g.beginPath();
-    g.rect(GUTTER, 0, this.width - GUTTER, this.height - AXIS);
+    g.rect(GUTTER, 0, this.width - GUTTER, this.bottom);
     g.clip();
     const box = (i) => {
       const row = d.worker[d.task[i]];
@@ -289,6 +348,7 @@ class Group {
   pan(share) { this.show(this.begin + share * (this.end - this.begin), this.end + share * (this.end - this.begin)); }
   listen(chart) {
     const canvas = chart.base, fingers = new Map();
+    let pressed = null; // where a pointer went down, until it has moved too far for a click or a tap
     const spot = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
     const point = (event) => {
       const i = chart.hit(...spot(event));
@@ -299,8 +359,14 @@ class Group {
       title.textContent = head;
       tip.replaceChildren(title, body);
       tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 6)) + "px";
-      const under = event.clientY + 16;
-      tip.style.top = (under + tip.offsetHeight > innerHeight ? event.clientY - tip.offsetHeight - 12 : under) + "px";
+      // A finger hides what is under it: its box stands above it.
+      const under = event.clientY + 16, above = event.clientY - tip.offsetHeight - (event.pointerType === "touch" ? 24 : 12);
+      const high = event.pointerType === "touch" ? above > 4 : under + tip.offsetHeight > innerHeight;
+      tip.style.top = (high ? above : under) + "px";
+    };
+    const hide = () => {
+      chart.hover(-1);
+      tip.style.display = "none";
     };
     canvas.addEventListener("wheel", (event) => {
       const full = event.deltaY > 0 && this.end - this.begin >= this.limit;
@@ -312,10 +378,13 @@ class Group {
     }, { passive: false });
     canvas.addEventListener("pointerdown", (event) => {
       fingers.set(event.pointerId, spot(event)[0]);
+      pressed = fingers.size === 1 ? [event.clientX, event.clientY] : null;
       if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
       if (!fingers.has(event.pointerId)) return point(event);
+      if (pressed && Math.hypot(event.clientX - pressed[0], event.clientY - pressed[1]) <= (SLACK[event.pointerType] || 3)) return;
+      pressed = null;
       const old = [...fingers.values()], x = spot(event)[0];
       fingers.set(event.pointerId, x);
       const now = [...fingers.values()];
@@ -327,14 +396,21 @@ class Group {
         this.zoom(Math.abs(old[0] - old[1]) / Math.max(8, Math.abs(now[0] - now[1])), chart.time(middle));
       }
     });
-    for (const name of ["pointerup", "pointercancel", "pointerleave"])
-      canvas.addEventListener(name, (event) => {
-        fingers.delete(event.pointerId);
-        chart.box.classList.remove("dragging");
-        if (name === "pointerup") return point(event);
-        chart.hover(-1);
-        tip.style.display = "none";
-      });
+    canvas.addEventListener("pointerup", (event) => {
+      fingers.delete(event.pointerId);
+      chart.box.classList.remove("dragging");
+      if (pressed) point(event);
+      pressed = null;
+    });
+    // A finger leaves the canvas as soon as it is lifted; what its tap shows stays until the next touch elsewhere.
+    canvas.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") hide(); });
+    canvas.addEventListener("pointercancel", (event) => {
+      fingers.delete(event.pointerId);
+      chart.box.classList.remove("dragging");
+      pressed = null;
+      hide();
+    });
+    document.addEventListener("pointerdown", (event) => { if (event.target !== canvas) chart.hover(-1); });
     canvas.addEventListener("dblclick", () => this.show(0, this.limit));
     canvas.addEventListener("keydown", (event) => {
       const middle = (this.begin + this.end) / 2;
@@ -357,7 +433,7 @@ function legend() {
   }
   for (const box of document.querySelectorAll("[data-role]")) {
     const kind = ["compute", "reduce"].indexOf(box.dataset.role);
-    box.style.background = `rgb(${colourBy.value === "head" ? swatch(0, 1, kind) : swatch(1, 4, kind)})`;
+    if (kind >= 0) box.style.background = `rgb(${colourBy.value === "head" ? swatch(0, 1, kind) : swatch(1, 4, kind)})`;
   }
 }
 
@@ -377,6 +453,7 @@ async function start() {
   window.addEventListener("scroll", () => { lastScroll = performance.now(); tip.style.display = "none"; }, { passive: true });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   if (colourBy) colourBy.addEventListener("change", redraw);
+  document.addEventListener("pointerdown", (event) => { if (!event.target.closest(".view")) tip.style.display = "none"; });
   for (const button of document.querySelectorAll("[data-zoom]"))
     button.addEventListener("click", () => groups.forEach((group) => {
       const factor = Number(button.dataset.zoom);

@@ -10,18 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.backends import cpu
+from dash_attn.backends.cpu.forward import forward
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from tests.backends.cpu.reference import error, exact, inputs
+from dash_attn.tools.bench.operands import draw, exact
+from tests.backends.cpu.reference import CPU, error
 from tests.strategies import examples, problems, tile_masks
 
 TOLERANCE = {"float32": 3e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def check(problem: Problem, seed: int = 0) -> None:
-    q, k, v, dout = inputs(problem, seed)
-    out, lse = cpu.forward(problem, q, k, v)
-    expected = exact(problem, q, k, v, dout)
+    drawn = draw(problem, CPU, seed)
+    q, k, v = drawn[1:]
+    out, lse = forward(problem, q, k, v)
+    expected = exact(problem, *drawn)
     assert out.shape == q.shape and out.dtype == q.dtype
     assert lse.shape == (problem.batch, problem.heads_q, problem.len_q) and lse.dtype == torch.float32
     blind = expected.lse == -math.inf
@@ -62,11 +64,11 @@ def test_bits_do_not_depend_on_threads() -> None:
     try:
         for mask in (FULL, CAUSAL, window(100, 20)):
             problem = Problem(2, 4, 2, 600, 600, 32, "float32", None, mask)
-            q, k, v, _ = inputs(problem)
+            qkv = draw(problem, CPU)[1:]
             results = []
             for count in (1, 2, 5):
                 torch.set_num_threads(count)
-                results.append(cpu.forward(problem, q, k, v))
+                results.append(forward(problem, *qkv))
             assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
     finally:
         torch.set_num_threads(threads)
@@ -76,7 +78,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 def test_strides_do_not_matter(mask: Mask) -> None:
     """torch's kernel takes rows for contiguous without a look: rows that are not must be copied first."""
     problem = Problem(2, 4, 2, 40, 40, 16, "float32", mask=mask)
-    q, k, v, _ = inputs(problem, 0)
-    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (q, k, v)]
-    for a, b in zip(cpu.forward(problem, q, k, v), cpu.forward(problem, *turned), strict=True):
+    qkv = draw(problem, CPU)[1:]
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in qkv]
+    for a, b in zip(forward(problem, *qkv), forward(problem, *turned), strict=True):
         assert torch.equal(a, b)

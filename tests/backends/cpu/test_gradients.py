@@ -14,11 +14,12 @@ from dash_attn.order import POLICIES, applicable
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tiling import TileShape, tile
-from tests.backends.cpu.reference import DTYPES, by_torch, difference, error, exact, operands, run
+from dash_attn.tools.bench.operands import exact
+from tests.backends.cpu.reference import DTYPES, by_torch, difference, error, operands, run
 from tests.strategies import examples, problems, shapes, tile_masks
 
-# The root of the mean square error may be so many times torch's, and so many roundings of a number of size 1 or of the
-# largest gradient more: torch's error can be 0 by chance when there are few numbers.
+# The root of the mean square error may be FACTOR times torch's. It may be larger by ROUNDINGS roundings of a number of
+# size 1 or of the largest gradient: torch's error can be 0 by chance when there are few numbers.
 FACTOR, ROUNDINGS, FEW = 1.5, 0.25, 4.0
 
 RNG = np.random.default_rng(0)
@@ -48,8 +49,7 @@ MASKS: list[tuple[Mask, int, int]] = [
 def check(problem: Problem, shape: TileShape, policy: str = "auto", roundings: float = ROUNDINGS) -> None:
     given_ = operands(problem)
     got = run(plan(problem, shape, policy), given_, threads=2)
-    tensors = (given_.q, given_.k, given_.v, given_.dout)
-    expected, theirs = exact(problem, *tensors).grads, by_torch(problem, *tensors)
+    expected, theirs = exact(problem, *given_[:4]).gradients, by_torch(problem, given_)
     unit = torch.finfo(DTYPES[problem.dtype]).eps
     for name, mine, their, want in zip(("dq", "dk", "dv"), got, theirs, expected, strict=True):
         assert mine.dtype == DTYPES[problem.dtype]

@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 
-from dash_attn.backends import cpu
+from dash_attn.backends.cpu.backward import CpuConfig, workspace_bytes
+from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
 from dash_attn.backends.cpu.worker import Worker
 from dash_attn.plan import plan
@@ -180,7 +181,7 @@ def test_workers_do_not_split_products(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
-def test_at_most_so_many_compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_compute_at_once_than_there_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     held, most, lock, original = [0], [0], threading.Lock(), torch.mm
 
     def mm(*args: object, **kwargs: object) -> torch.Tensor:
@@ -230,12 +231,12 @@ def test_two_callers_at_once() -> None:
     ids=str,
 )
 def test_tile_follows_the_problem(problem: Problem, shape: tuple[int, int]) -> None:
-    assert cpu.tile_shape(problem) == TileShape(*shape)
+    assert tile_shape(problem) == TileShape(*shape)
 
 
 def test_workspace_is_linear_in_the_tokens() -> None:
     sizes = []
     for length in (4096, 8192, 16384):
         planned = plan(Problem(1, 2, 2, length, length, 64), TileShape(512, 512), "fa3")
-        sizes.append(cpu.workspace_bytes(planned.problem, planned.program, 2, 2))
+        sizes.append(workspace_bytes(planned, CpuConfig(threads=2, workers=2)))
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])

@@ -1,4 +1,4 @@
-"""Problems on the GPU: inputs, float64 gradients one (batch, head) plane at a time, and placed programs."""
+"""Problems on the GPU: prepared as callers prepare them, with random inputs and float64 gradients."""
 
 from __future__ import annotations
 
@@ -6,102 +6,80 @@ from dataclasses import dataclass
 
 import torch
 
-from dash_attn.backends.sm90 import backend as hopper
-from dash_attn.backends.sm90.config import KernelConfig
-from dash_attn.backends.sm90.launch import DeviceTables, Grads, Inputs, Workspace, backward, resident_workers
-from dash_attn.plan import plan
+from dash_attn.backends import Gradients, Operands, Options
+from dash_attn.backends.sm90.backend import resident_workers
+from dash_attn.backends.sm90.workspace import Workspace
+from dash_attn.order import applicable
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
-from dash_attn.tiling import TileShape
+from dash_attn.tiling import tile
+from dash_attn.tools.bench.operands import draw, exact
 
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 
 def sms() -> int:
     return resident_workers(DEVICE)
 
 
-def config_of(problem: Problem, *, ordered: bool = True) -> KernelConfig:
-    return hopper.config_of(problem, ordered)
+def prepared(
+    problem: Problem, policy: str = "auto", workers: int | None = None, *, ordered: bool = True, **kernel: object
+) -> Prepared:
+    """On `workers` SMs, or on all. `kernel` are fields of the kernel's config that differ from the shipped ones."""
+    margin = 0 if workers is None else sms() - workers
+    return prepare(problem, policy, Options(ordered, margin, tuple(kernel.items())), DEVICE)
 
 
-def tables_of(problem: Problem, cfg: KernelConfig, policy: str, workers: int) -> DeviceTables:
-    planned = plan(problem, TileShape(cfg.tile_m, cfg.tile_n), policy)
-    return hopper.tables_of(planned, cfg, workers, DEVICE)
+def policies(problem: Problem) -> list[str]:
+    """Those that apply to a problem."""
+    return applicable(tile(problem, prepared(problem).backend.tile_shape(problem)))
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Random inputs of a problem, with the forward's result in float64 rounded to the inputs' type."""
+    """Random inputs of a problem with the forward's result in float64 rounded to the inputs' type, and the float64
+    gradients of the rounded inputs."""
 
     problem: Problem
-    inputs: Inputs
+    operands: Operands
+    want: Gradients
 
     @staticmethod
     def make(problem: Problem, seed: int = 0, gain: float = 1.0) -> Case:
-        generator = torch.Generator(device=DEVICE).manual_seed(seed)
-        dtype = getattr(torch, problem.dtype)
+        drawn = draw(problem, DEVICE, seed, gain)
+        result = exact(problem, *drawn)
+        operands = Operands(*drawn, result.out.to(drawn.q.dtype), result.lse.float())
+        return Case(problem, operands, result.gradients)
 
-        def draw(length: int, heads: int) -> torch.Tensor:
-            shape = (problem.batch, length, heads, problem.dim)
-            return (torch.randn(shape, generator=generator, device=DEVICE) * gain).to(dtype)
-
-        q, dout = draw(problem.len_q, problem.heads_q), draw(problem.len_q, problem.heads_q)
-        k, v = draw(problem.len_k, problem.heads_kv), draw(problem.len_k, problem.heads_kv)
-        out = torch.zeros_like(q)
-        lse = torch.full((problem.batch, problem.heads_q, problem.len_q), -torch.inf, device=DEVICE)
-        case = Case(problem, Inputs(dout, q, k, v, out, lse))
-        for b, h, scores in case.planes():
-            lse[b, h] = scores.logsumexp(-1).float()
-            p = torch.nan_to_num(scores.softmax(-1))
-            out[b, :, h] = (p @ v[b, :, h // problem.group].double()).to(dtype)
-        return case
-
-    def planes(self):
-        """(batch, head, masked float64 scores)."""
-        problem, (_, q, k, *_) = self.problem, self.inputs
-        allowed = torch.from_numpy(problem.mask.dense(problem.len_q, problem.len_k)).to(DEVICE)
-        for b in range(problem.batch):
-            for h in range(problem.heads_q):
-                scores = q[b, :, h].double() @ k[b, :, h // problem.group].double().T * problem.softmax_scale
-                yield b, h, scores.masked_fill(~allowed, -torch.inf)
-
-    def exact(self) -> Grads:
-        """float64 dQ, dK, dV from the same 16-bit inputs."""
-        problem, (dout, q, k, v, *_) = self.problem, self.inputs
-        grads = Grads(*(torch.zeros_like(t, dtype=torch.float64) for t in (q, k, v)))
-        for b, h, scores in self.planes():
-            g = h // problem.group
-            do, p = dout[b, :, h].double(), torch.nan_to_num(scores.softmax(-1))
-            ds = p * (do @ v[b, :, g].double().T - (p @ v[b, :, g].double() * do).sum(-1, keepdim=True))
-            grads.dq[b, :, h] = ds @ k[b, :, g].double() * problem.softmax_scale
-            grads.dk[b, :, g] += ds.T @ q[b, :, h].double() * problem.softmax_scale
-            grads.dv[b, :, g] += p.T @ do
-        return grads
-
-    def run(self, cfg: KernelConfig, tables: DeviceTables) -> Grads:
+    def run(self, prepared: Prepared) -> Gradients:
         """One backward with every byte that the kernel should not trust poisoned."""
-        inputs = self.inputs
-        ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in inputs[1:4]))
-        poison(ws, into)
-        return backward(cfg, tables, inputs, scale=self.problem.softmax_scale, into=into, workspace=ws)
+        into = room(self.operands)
+        workspace = Workspace.of(prepared.run_backward.cfg, self.operands.q)
+        poison(workspace, into)
+        prepared.run_backward(self.operands, into, workspace)
+        return into
 
-    def differing(self, cfg: KernelConfig, tables: DeviceTables, runs: int) -> int:
+    def differing(self, prepared: Prepared, runs: int) -> int:
         """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""
-        first, inputs = self.run(cfg, tables), self.inputs
-        into = Grads(*(torch.empty_like(t) for t in inputs[1:4]))
-        ws = Workspace.of(cfg, inputs.q, into.dq)  # which must not change bits either
-        count = torch.zeros((), dtype=torch.int64, device=inputs.q.device)
+        first, into = self.run(prepared), room(self.operands)
+        workspace = Workspace.of(prepared.run_backward.cfg, self.operands.q, into.dq)  # where it lies changes no bit
+        count = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(runs):
-            poison(ws, into)
-            backward(cfg, tables, inputs, scale=self.problem.softmax_scale, into=into, workspace=ws)
+            poison(workspace, into)
+            prepared.run_backward(self.operands, into, workspace)
             count += changed(into, first)
         return int(count)
 
 
-def poison(ws: Workspace, into: Grads) -> None:
-    for t in (ws.lse2, ws.delta, ws.dq_sum, *into):
+def room(operands: Operands) -> Gradients:
+    """Gradients to be written."""
+    return Gradients(*(torch.empty_like(x) for x in operands[1:4]))
+
+
+def poison(workspace: Workspace, into: Gradients) -> None:
+    for t in (workspace.lse2, workspace.delta, workspace.dq_sum, *into):
         t.fill_(float("nan"))
-    ws.counters.fill_(7)
+    workspace.counters.fill_(7)
 
 
 def changed(a, b) -> torch.Tensor:
@@ -110,7 +88,7 @@ def changed(a, b) -> torch.Tensor:
     return sum((x.view(torch.int16) != y.view(torch.int16)).any().to(torch.int64) for x, y in pairs)
 
 
-def errors(got: Grads, want: Grads) -> list[float]:
+def errors(got: Gradients, want: Gradients) -> list[float]:
     """Relative error of each gradient; not a number if any element is none."""
 
     def one(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -122,5 +100,5 @@ def errors(got: Grads, want: Grads) -> list[float]:
     return [one(a, b) for a, b in zip(got, want, strict=True)]
 
 
-def same(a: Grads, b: Grads) -> bool:
+def same(a: Gradients, b: Gradients) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -11,27 +11,28 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import dash_attn
+from dash_attn.problem import CAUSAL, Problem, window
+from dash_attn.tools.bench.operands import draw
 
-CALLS = [  # lengths, q and kv heads, head dim, arguments
-    ((1000, 1000), (8, 2), 128, {"causal": True}),
-    ((777, 1300), (4, 4), 64, {}),
-    ((1500, 1500), (4, 1), 128, {"window": (200, 0)}),
+PROBLEMS = [
+    Problem(2, 8, 2, 1000, 1000, 128, mask=CAUSAL),
+    Problem(2, 4, 4, 777, 1300, 64),
+    Problem(2, 4, 1, 1500, 1500, 128, mask=window(200, 0)),
 ]
 
 
 def digests(device: str = "cuda") -> list[str]:
-    found = []
-    for (len_q, len_k), (heads_q, heads_kv), dim, how in CALLS:
-        generator = torch.Generator().manual_seed(0)
-        shapes = [(2, len_q, heads_q, dim), *[(2, len_k, heads_kv, dim)] * 2, (2, len_q, heads_q, dim)]
-        q, k, v, dout = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
-        out, lse = dash_attn.attention(q, k, v, return_lse=True, **how)
-        grads = dash_attn.backward(dout, q, k, v, out, lse, **how)
+    """Of out, dq, dk and dv of each problem."""
+    lines = []
+    for problem in PROBLEMS:
+        dout, q, k, v = (x.to(device) for x in draw(problem, torch.device("cpu")))
+        out, lse = dash_attn.attention(q, k, v, mask=problem.mask, return_lse=True)
+        grads = dash_attn.backward(dout, q, k, v, out, lse, mask=problem.mask)
         digest = hashlib.sha256()
         for x in (out, *grads):
             digest.update(x.view(torch.int16).cpu().numpy().tobytes())
-        found.append(digest.hexdigest())
-    return found
+        lines.append(digest.hexdigest())
+    return lines
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ compute-sanitizer --tool memcheck --error-exitcode 1 python tests/backends/sm90/
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from dash_attn.backends.sm90.launch import Grads, Inputs, Workspace, backward
+from dash_attn.backends import Operands
+from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
-from tests.backends.sm90.cases import DEVICE, config_of, poison, sms, tables_of
+from dash_attn.tools.bench.operands import draw
+from tests.backends.sm90.cases import DEVICE, poison, prepared, room
 
 PROBLEMS = [
     Problem(1, 2, 2, 257, 257, 128, mask=CAUSAL),
@@ -26,27 +27,23 @@ PROBLEMS = [
 ]
 
 
-def inputs_of(problem: Problem) -> Inputs:
+def operands_of(problem: Problem) -> Operands:
     """Any values do: no access depends on them."""
-    dtype = getattr(torch, problem.dtype)
-    rows = (problem.batch, problem.len_q, problem.heads_q, problem.dim)
-    keys = (problem.batch, problem.len_k, problem.heads_kv, problem.dim)
-    dout, q, k, v, out = (torch.randn(s).to(dtype).to(DEVICE) for s in (rows, rows, keys, keys, rows))
-    return Inputs(dout, q, k, v, out, torch.full((problem.batch, problem.heads_q, problem.len_q), 5.0, device=DEVICE))
+    dout, q, k, v = (x.to(DEVICE) for x in draw(problem, torch.device("cpu")))
+    lse = torch.full((problem.batch, problem.heads_q, problem.len_q), 5.0, device=DEVICE)
+    return Operands(dout, q, k, v, dout.clone(), lse)
 
 
 def main() -> None:
-    torch.manual_seed(0)
     for problem in PROBLEMS:
-        cfg = config_of(problem)
-        others = [dataclasses.replace(cfg, finish="postpass")] if cfg.mask == "causal" else []
-        for each in (cfg, *others):
-            inputs, tables = inputs_of(problem), tables_of(problem, cfg, "auto", sms())
-            ws, into = Workspace.of(each, inputs.q), Grads(*(torch.empty_like(t) for t in inputs[1:4]))
-            poison(ws, into)
-            found = backward(each, tables, inputs, scale=problem.softmax_scale, into=into, workspace=ws)
+        finishes = ({}, {"finish": "postpass"}) if problem.mask == CAUSAL else ({},)
+        for kernel in finishes:
+            operands, launch = operands_of(problem), prepared(problem, **kernel).run_backward
+            workspace, into = Workspace.of(launch.cfg, operands.q), room(operands)
+            poison(workspace, into)
+            launch(operands, into, workspace)
             torch.cuda.synchronize()
-            assert all(bool(torch.isfinite(g).all()) for g in found), problem
+            assert all(bool(torch.isfinite(g).all()) for g in into), problem
         print(problem, flush=True)
 
 

@@ -1,17 +1,14 @@
 """The kernel on a Hopper GPU: make gpu-test"""
 
-import dataclasses
 import random
 
 import pytest
 import torch
 
+from dash_attn.backends import Gradients, Operands
 from dash_attn.backends.sm90.config import FINISHES
-from dash_attn.backends.sm90.launch import Grads, Inputs, backward
-from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
-from dash_attn.tiling import TileShape, tile
-from tests.backends.sm90.cases import Case, config_of, errors, same, sms, tables_of
+from tests.backends.sm90.cases import Case, errors, policies, prepared, same, sms
 
 pytestmark = pytest.mark.gpu
 
@@ -37,23 +34,17 @@ MASKS = {
 }
 
 
-def policies(problem: Problem) -> list[str]:
-    cfg = config_of(problem)
-    return applicable(tile(problem, TileShape(cfg.tile_m, cfg.tile_n)))
-
-
 def check(problem: Problem, names: list[str], repeats: int = 10) -> None:
     """With both ways of finishing dQ, which have the same bits."""
-    case, cfg = Case.make(problem), config_of(problem)
-    want = case.exact()
+    case = Case.make(problem)
     for name in names:
-        tables = tables_of(problem, cfg, name, sms())
-        first = case.run(cfg, tables)
-        assert max(errors(first, want)) < TOLERANCE[problem.dtype], (name, errors(first, want))
+        first = case.run(prepared(problem, name))
+        off = errors(first, case.want)
+        assert max(off) < TOLERANCE[problem.dtype], (name, off)
         for finish in FINISHES:
-            other = dataclasses.replace(cfg, finish=finish)
-            assert same(case.run(other, tables), first), (name, finish)
-            assert case.differing(other, tables, repeats) == 0, (name, finish)
+            other = prepared(problem, name, finish=finish)
+            assert same(case.run(other), first), (name, finish)
+            assert case.differing(other, repeats) == 0, (name, finish)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
@@ -78,15 +69,14 @@ def test_masks(mask: Mask, dim, dtype):
 def test_other_head_dims(dim, mask, finish):
     """Columns past the end are not read and not written: all tensors are views into wider ones full of NaN."""
     problem = Problem(2, 4, 2, 700, 600, dim, mask=mask)
-    case, cfg = Case.make(problem), dataclasses.replace(config_of(problem), finish=finish)
-    tables = tables_of(problem, cfg, "auto", sms())
-    *tensors, lse = case.inputs
-    inputs = Inputs(*(inside_nan(t) for t in tensors), lse)
-    wide = [inside_nan(torch.zeros_like(t)) for t in (inputs.q, inputs.k, inputs.v)]
-    got = backward(cfg, tables, inputs, scale=problem.softmax_scale, into=Grads(*wide))
-    assert max(errors(got, case.exact())) < TOLERANCE[problem.dtype]
+    case, ready = Case.make(problem), prepared(problem, finish=finish)
+    *tensors, lse = case.operands
+    operands = Operands(*(inside_nan(t) for t in tensors), lse)
+    wide = Gradients(*(inside_nan(torch.zeros_like(t)) for t in operands[1:4]))
+    got = ready.backward(operands, wide)
+    assert max(errors(got, case.want)) < TOLERANCE[problem.dtype]
     assert all(t._base[..., dim:].isnan().all() for t in got)
-    assert same(case.run(cfg, tables), got) and case.differing(cfg, tables, 20) == 0
+    assert same(case.run(ready), got) and case.differing(ready, 20) == 0
 
 
 def inside_nan(t: torch.Tensor) -> torch.Tensor:
@@ -98,42 +88,39 @@ def inside_nan(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bits_do_not_follow_placement_finish_or_split(dim):
     problem = Problem(2, 4, 4, 1024, 1024, dim, mask=CAUSAL)
-    case, cfg = Case.make(problem), config_of(problem)
+    case, split = Case.make(problem), prepared(problem).run_backward.cfg.split
     results = []
-    for each in (cfg, dataclasses.replace(cfg, finish="postpass"), dataclasses.replace(cfg, split=not cfg.split)):
+    for kernel in ({}, {"finish": "postpass"}, {"split": not split}):
         for workers in (sms(), sms() - 4, sms() - 16, 17):
-            results.append(case.run(each, tables_of(problem, cfg, "spt", workers)))
+            results.append(case.run(prepared(problem, "spt", workers, **kernel)))
     assert all(same(other, results[0]) for other in results[1:])
 
 
 def test_bits_follow_the_order():
     problem = Problem(1, 2, 2, 2048, 2048, 128, mask=FULL)
-    case, cfg = Case.make(problem), config_of(problem)
-    runs = [case.run(cfg, tables_of(problem, cfg, name, sms())) for name in ("fa3", "shift", "spt")]
+    case = Case.make(problem)
+    runs = [case.run(prepared(problem, name)) for name in ("fa3", "shift", "spt")]
     assert not torch.equal(runs[0].dq, runs[1].dq) and not torch.equal(runs[0].dq, runs[2].dq)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_control_without_turns_differs(dim):
     problem = Problem(4, 8, 8, 4096, 4096, dim, mask=FULL)
-    case = Case.make(problem)
-    cfg = config_of(problem, ordered=False)
-    tables = tables_of(problem, cfg, "shift:32", sms())
-    first = case.run(cfg, tables)
-    assert any(not torch.equal(case.run(cfg, tables).dq, first.dq) for _ in range(20))
+    case, ready = Case.make(problem), prepared(problem, "shift:32", ordered=False)
+    assert not ready.run_backward.cfg.ordered
+    first = case.run(ready)
+    assert any(not torch.equal(case.run(ready).dq, first.dq) for _ in range(20))
 
 
 def test_too_many_workers_are_refused():
-    problem = Problem(64, 8, 8, 128, 128, 128)
-    case, cfg = Case.make(problem), config_of(problem)
-    with pytest.raises(ValueError, match="resident workers"):
-        case.run(cfg, tables_of(problem, cfg, "fa3", 512))
+    with pytest.raises(ValueError, match="sm_margin must be at least 0"):
+        prepared(Problem(64, 8, 8, 128, 128, 128), "fa3", workers=512)
 
 
 @pytest.mark.parametrize("gain", [8.0, 1e-2])
 def test_large_and_small_magnitudes(gain):
     problem = Problem(1, 4, 4, 700, 700, 128, mask=CAUSAL)
-    case, cfg = Case.make(problem, gain=gain), config_of(problem)
-    got, want = case.run(cfg, tables_of(problem, cfg, "auto", sms())), case.exact()
+    case = Case.make(problem, gain=gain)
+    got, want = case.run(prepared(problem)), case.want
     scale = [max(float(w.abs().max()), 1e-30) for w in want]
     assert all(float((g.double() - w).abs().max()) < 0.05 * s for g, w, s in zip(got, want, scale, strict=True))

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from dash_attn.backends.sm90.launch import Grads, Inputs, backward
+from dash_attn.backends import Gradients, Operands
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from tests.backends.sm90 import cases, peers
-from tests.backends.sm90.cases import Case, config_of, sms, tables_of
+from tests.backends.sm90.cases import Case, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -70,11 +70,11 @@ def name_of(problem: Problem) -> str:
 
 def check(problem: Problem, gain: float = 1.0) -> None:
     """Norm and largest error at most twice a peer's, and a little: a sum that is nearly zero has no digits to lose."""
-    case, cfg = Case.make(problem, gain=gain), config_of(problem)
-    got, want = case.run(cfg, tables_of(problem, cfg, "auto", sms())), case.exact()
+    case = Case.make(problem, gain=gain)
+    got, want = case.run(prepared(problem)), case.want
     peer, theirs = peers.gradients(case)
     failures = []
-    for name, ours, other, exact in zip(Grads._fields, got, theirs, want, strict=True):
+    for name, ours, other, exact in zip(Gradients._fields, got, theirs, want, strict=True):
         assert bool(torch.isfinite(ours).all()), f"{name} is not finite"
         mine, bar = (distances(x, exact, gain) for x in (ours, other))
         slack = 1e-4, torch.finfo(ours.dtype).eps / 2  # the last digit of the largest element
@@ -107,25 +107,22 @@ def test_chosen_problems(problem: Problem, gain: float) -> None:
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(5, 5)], ids=str)
 def test_no_tokens(len_q: int, len_k: int, mask: Mask) -> None:
     problem = Problem(2, 4, 2, len_q, len_k, 128, mask=mask)
-    cfg = config_of(problem)
 
     def filled(length: int, heads: int) -> torch.Tensor:
         return torch.full((2, length, heads, 128), float("nan"), dtype=torch.bfloat16, device=cases.DEVICE)
 
     q, k = filled(len_q, 4), filled(len_k, 2)
     lse = torch.full((2, 4, len_q), -torch.inf, device=cases.DEVICE)
-    tables = tables_of(problem, cfg, "auto", sms())
-    into = Grads(filled(len_q, 4), filled(len_k, 2), filled(len_k, 2))
-    found = backward(cfg, tables, Inputs(q, q, k, k, q, lse), scale=problem.softmax_scale, into=into)
-    assert not any(bool((g != 0).any()) for g in found)
+    into = Gradients(filled(len_q, 4), filled(len_k, 2), filled(len_k, 2))
+    prepared(problem).backward(Operands(q, q, k, k, q, lse), into)
+    assert not any(bool((g != 0).any()) for g in into)
 
 
 def test_inputs_that_no_row_sees_are_not_used() -> None:
     """NaN in the keys and values of a document without queries: whole tiles, which the kernel must not even load."""
     problem = Problem(1, 4, 4, 1024, 1024, 128, mask=documents([0, 512, 512, 1024], [0, 256, 768, 1024]))
-    case, cfg = Case.make(problem), config_of(problem)
-    tables = tables_of(problem, cfg, "auto", sms())
-    want = case.run(cfg, tables)
-    for t in (case.inputs.k, case.inputs.v):
+    case, ready = Case.make(problem), prepared(problem)
+    want = case.run(ready)
+    for t in (case.operands.k, case.operands.v):
         t[:, 256:768] = float("nan")
-    assert int(cases.changed(case.run(cfg, tables), want)) == 0
+    assert int(cases.changed(case.run(ready), want)) == 0

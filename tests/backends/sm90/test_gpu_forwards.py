@@ -11,9 +11,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import dash_attn
 from dash_attn.api import ops
-from dash_attn.api.attention import Order
-from dash_attn.api.ops import Posed
-from dash_attn.problem import CAUSAL
+from dash_attn.api.ops import Order, Posed
+from dash_attn.backends.sm90.fa4 import Fa4Forward, entry
+from dash_attn.backends.sm90.forwards import FlashAttention4
+from dash_attn.backends.sm90.packing import packing_of, unpacked
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.tools.bench.operands import draw
 
 pytestmark = pytest.mark.gpu
 
@@ -89,21 +92,65 @@ def test_documents_in_a_cuda_graph() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = dash_attn.attention(*leaves, **how)
-        found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+        results = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     for _ in range(3):
-        for x in found:
+        for x in results:
             x.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        assert same(results, want)
 
 
-def test_boundaries_on_the_gpu_cannot_be_captured() -> None:
+def test_boundaries_on_the_gpu_are_captured_only_if_they_were_read() -> None:
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1000, 2, 64, device="cuda").bfloat16() for _ in range(3))
-    cu = torch.tensor([0, 473, 1000], dtype=torch.int32, device="cuda")
-    dash_attn.attention(q, k, v, cu_seqlens=cu)
+    seen = torch.tensor([0, 473, 1000], dtype=torch.int32, device="cuda")
+    want = dash_attn.attention(q, k, v, cu_seqlens=seen)
+    unseen = seen.clone()
     with pytest.raises(NotImplementedError, match="cu_seqlens"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        dash_attn.attention(q, k, v, cu_seqlens=cu)
+        dash_attn.attention(q, k, v, cu_seqlens=unseen)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = dash_attn.attention(q, k, v, cu_seqlens=seen)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+
+
+def front(problem: Problem, forward: Fa4Forward, qkv: list[Tensor]) -> list[Tensor]:
+    """out and lse through FlashAttention-4's own Python front."""
+    packing = problem.mask.documents
+    if packing is None:
+        return list(entry()(*qkv, **forward.how)[:2])
+    flat, sizes = [x.flatten(0, 1) for x in qkv], packing_of(packing, problem.batch, qkv[0].device)
+    return list(unpacked(problem, *entry()(*flat, **forward.how, **sizes._asdict())[:2]))
+
+
+def side_by_side(*tensors: Tensor) -> list[Tensor]:
+    """Slices of one tensor, as a projection to q, k and v gives them."""
+    sizes = [x.shape[2] for x in tensors]
+    return list(torch.cat(tensors, 2).split(sizes, 2))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [FULL, CAUSAL, window(100, 0), window(70, 20), documents([0, 200, 473, 700], causal=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_the_recorded_forward_has_the_bits_of_its_front(mask: Mask, dim: int) -> None:
+    """The second call with the same strides goes past the front, also after a call with other strides."""
+    reason = FlashAttention4().missing()
+    if reason is not None:
+        pytest.skip(reason)
+    problem = Problem(1 if mask.documents else 2, 4, 2, 700, 700, dim, mask=mask)
+    forward = Fa4Forward(problem)
+    for seed in range(3):  # the first round records
+        plain = list(draw(problem, torch.device("cuda", 0), seed)[1:])
+        for qkv in (plain, side_by_side(*plain)):
+            assert same(list(forward(*qkv)), front(problem, forward, plain)), seed
+    assert len(forward._noted) == 2 and all(forward._noted.values()), "FlashAttention-4's calls are not as expected"
 
 
 def test_opcheck() -> None:
@@ -123,16 +170,16 @@ def test_checkpointed_by_the_operators_name() -> None:
     def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dash_attn.attention(q * 2, k, v, causal=True).sin()
 
-    found = []
+    runs = []
     for contexts in (None, partial(create_selective_checkpoint_contexts, keep)):
         leaves = [x.requires_grad_() for x in inputs()]
         chosen = {} if contexts is None else {"context_fn": contexts}
         out = checkpoint(block, *leaves, use_reentrant=False, **chosen)
-        found.append([out.detach(), *torch.autograd.grad(out.float().sum(), leaves)])
+        runs.append([out.detach(), *torch.autograd.grad(out.float().sum(), leaves)])
     leaves = [x.requires_grad_() for x in inputs()]
     out = block(*leaves)
     want = [out.detach(), *torch.autograd.grad(out.float().sum(), leaves)]
-    assert all(same(each, want) for each in found)
+    assert all(same(run, want) for run in runs)
 
 
 @pytest.mark.parametrize("needed", [(0,), (1, 2)])

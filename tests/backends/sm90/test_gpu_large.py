@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn.backends.sm90.launch import Grads, Inputs, Workspace, backward
+from dash_attn.backends import Operands
+from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.problem import CAUSAL, Problem
-from tests.backends.sm90.cases import DEVICE, Case, changed, config_of, poison, sms, tables_of
+from tests.backends.sm90.cases import DEVICE, Case, changed, poison, prepared, room
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,7 @@ MANY = 2**31
 
 
 @pytest.fixture(autouse=True)
-def room() -> Iterator[None]:
+def memory() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
@@ -38,26 +39,26 @@ def test_queries_and_sums(dim: int, finish: str) -> None:
     batch, heads, tokens = 16 * (128 // dim), 8, 384
     short = Problem(batch, heads, heads, tokens, tokens, dim, mask=CAUSAL)
     long = dataclasses.replace(short, len_q=2**17 + tokens)
-    cfg = dataclasses.replace(config_of(short), finish=finish)
     near = Case.make(short)
-    want = near.run(cfg, tables_of(short, cfg, "fa3", sms()))
+    want = near.run(prepared(short, "fa3", finish=finish))
 
     def far(x: torch.Tensor, before: float) -> torch.Tensor:
         t = torch.full((batch, long.len_q, heads, dim), before, dtype=x.dtype, device=DEVICE)
         t[:, -tokens:] = x
         return t
 
-    dout, q, k, v, out, lse = near.inputs
+    dout, q, k, v, out, lse = near.operands
     blind = torch.full((batch, heads, long.len_q), -torch.inf, device=DEVICE)
     blind[..., -tokens:] = lse
-    inputs = Inputs(far(dout, 0.0), far(q, float("nan")), k, v, far(out, 0.0), blind)
-    assert inputs.q.numel() > MANY
-    ws, into = Workspace.of(cfg, inputs.q), Grads(*(torch.empty_like(t) for t in (inputs.q, k, v)))
-    assert ws.dq_sum.numel() > MANY
-    poison(ws, into)
-    found = backward(cfg, tables_of(long, cfg, "fa3", sms()), inputs, scale=long.softmax_scale, into=into, workspace=ws)
-    assert int(changed((found.dq[:, -tokens:], found.dk, found.dv), want)) == 0
-    assert not bool(found.dq[:, :-tokens].any())
+    operands = Operands(far(dout, 0.0), far(q, float("nan")), k, v, far(out, 0.0), blind)
+    assert operands.q.numel() > MANY
+    launch, into = prepared(long, "fa3", finish=finish).run_backward, room(operands)
+    workspace = Workspace.of(launch.cfg, operands.q)
+    assert workspace.dq_sum.numel() > MANY
+    poison(workspace, into)
+    launch(operands, into, workspace)
+    assert int(changed((into.dq[:, -tokens:], into.dk, into.dv), want)) == 0
+    assert not bool(into.dq[:, :-tokens].any())
 
 
 def test_slices_of_one_tensor() -> None:
@@ -67,11 +68,11 @@ def test_slices_of_one_tensor() -> None:
     fused, given = (torch.full((batch, rows, 3, heads, dim), 3.0, dtype=torch.bfloat16, device=DEVICE) for _ in "xy")
     assert fused.stride(0) > MANY
     case = Case.make(Problem(batch, heads, heads, tokens, tokens, dim, mask=CAUSAL))
-    dout, q, k, v, out, lse = case.inputs
+    dout, q, k, v, out, lse = case.operands
     fused[:, -tokens:] = torch.stack([q, k, v], 2)
     want = dash_attn.backward(dout, q, k, v, out, lse, causal=True)
     views, into = fused[:, -tokens:].unbind(2), given[:, -tokens:].unbind(2)
-    found = dash_attn.backward(dout, *views, out, lse, causal=True, dq=into[0], dk=into[1], dv=into[2])
-    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, into, strict=True))
+    grads = dash_attn.backward(dout, *views, out, lse, causal=True, dq=into[0], dk=into[1], dv=into[2])
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(grads, into, strict=True))
     assert int(changed(into, want)) == 0
     assert bool((given[:, :-tokens] == 3.0).all())

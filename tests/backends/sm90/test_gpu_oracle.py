@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from dash_attn.backends.sm90.config import KernelConfig, with_debug
-from dash_attn.backends.sm90.launch import Debugged, debug_backward
-from dash_attn.order import applicable
+from dash_attn.backends.sm90 import builds
+from dash_attn.backends.sm90.builds import Debugged
+from dash_attn.backends.sm90.config import KernelConfig
+from dash_attn.backends.sm90.launch import Launch
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
-from dash_attn.tiling import TileShape, tile
-from tests.backends.sm90.cases import Case, config_of, same, sms, tables_of
+from tests.backends.sm90.cases import Case, policies, prepared, room, same
 
 pytestmark = pytest.mark.gpu
 
@@ -59,15 +59,17 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.view(np.int32), b.view(np.int32))
 
 
-def check(problem: Problem, cfg: KernelConfig, found: Debugged, contributors: np.ndarray) -> np.ndarray:
-    kept, sums = found.contributions.cpu().numpy(), found.dq_sum.cpu().numpy()
+def check(problem: Problem, launch: Launch, debugged: Debugged, dq: torch.Tensor) -> np.ndarray:
+    """The contributions, one for each turn, whose sum in turn order is dQ."""
+    contributors = launch.tables.contributors.cpu().numpy()
+    kept, sums = debugged.contributions.cpu().numpy(), debugged.dq_sum.cpu().numpy()
     due = np.arange(kept.shape[2]) < contributors[:, None]  # [n_q, turns]
     assert np.isfinite(kept[:, due]).all() and np.isnan(kept[:, ~due]).all(), "not one contribution per turn"
     total = added_by_turn(kept, contributors)
     assert same_bits(total, sums)
-    dq = torch.from_numpy(rows_of(cfg, total) * np.float32(problem.softmax_scale)).to(found.grads.dq.dtype)
-    dq = dq[:, : problem.len_q, : problem.dim].unflatten(0, (problem.batch, problem.heads_q)).transpose(1, 2)
-    assert torch.equal(dq, found.grads.dq.cpu())
+    rounded = torch.from_numpy(rows_of(launch.cfg, total) * np.float32(problem.softmax_scale)).to(dq.dtype)
+    rounded = rounded[:, : problem.len_q, : problem.dim].unflatten(0, (problem.batch, problem.heads_q)).transpose(1, 2)
+    assert torch.equal(rounded, dq.cpu())
     return kept
 
 
@@ -76,16 +78,15 @@ def check(problem: Problem, cfg: KernelConfig, found: Debugged, contributors: np
 def test_contributions_added_in_turn_order_are_dq(name: str, dim: int) -> None:
     sizes, mask = PROBLEMS[name]
     problem = Problem(*sizes, dim, mask=mask)
-    case, plain = Case.make(problem), config_of(problem)
-    cfg = with_debug(plain)
-    for policy in applicable(tile(problem, TileShape(cfg.tile_m, cfg.tile_n))):
-        tables = tables_of(problem, cfg, policy, sms())
-        found = debug_backward(cfg, tables, case.inputs, scale=problem.softmax_scale)
-        contributors = tables.contributors.cpu().numpy()
-        kept = check(problem, cfg, found, contributors)
-        assert same(case.run(plain, tables), found.grads), f"{policy}: the debug build has bits of its own"
+    case = Case.make(problem)
+    for policy in policies(problem):
+        launch, into = prepared(problem, policy, **dict(builds.DEBUG)).run_backward, room(case.operands)
+        debugged = builds.debug(launch, case.operands, into)
+        kept = check(problem, launch, debugged, into.dq)
+        assert same(case.run(prepared(problem, policy)), into), f"{policy}: the debug build has bits of its own"
         if mask == FULL:  # the oracle can tell: another order gives other bits
-            assert not same_bits(added_by_turn(np.flip(kept, 2), contributors), found.dq_sum.cpu().numpy())
+            contributors = launch.tables.contributors.cpu().numpy()
+            assert not same_bits(added_by_turn(np.flip(kept, 2), contributors), debugged.dq_sum.cpu().numpy())
 
 
 @pytest.mark.parametrize("dim", ["64", "128"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, tiles, window
-from tests.backends.sm90.cases import Case, config_of, sms, tables_of
+from tests.backends.sm90.cases import Case, prepared
 
 pytestmark = pytest.mark.gpu
 
@@ -59,8 +59,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_a_thousand_runs(problem: Problem) -> None:
-    case, cfg = Case.make(problem), config_of(problem)
-    assert case.differing(cfg, tables_of(problem, cfg, "auto", sms()), RUNS) == 0
+    assert Case.make(problem).differing(prepared(problem), RUNS) == 0
 
 
 def test_the_count_sees_a_difference() -> None:
@@ -70,5 +69,4 @@ def test_the_count_sees_a_difference() -> None:
     apart, and may well arrive in the same order every time.
     """
     problem = Problem(1, 4, 4, 4096, 4096, 64, mask=FULL)
-    case, cfg = Case.make(problem), config_of(problem, ordered=False)
-    assert case.differing(cfg, tables_of(problem, cfg, "fa3", sms()), 50) > 0
+    assert Case.make(problem).differing(prepared(problem, "fa3", ordered=False), 50) > 0

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn.backends import Gradients
-from dash_attn.backends.sm90.launch import Grads, Workspace, backward
-from dash_attn.order import applicable
+from dash_attn.backends import Gradients, Operands
+from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.problem import CAUSAL, FULL, Problem, window
-from dash_attn.tiling import TileShape, tile
-from tests.backends.sm90.cases import DEVICE, Case, changed, config_of, poison, sms, tables_of
+from tests.backends.sm90.cases import DEVICE, Case, changed, poison, policies, prepared, room, sms
 from tests.backends.sm90.digest import digests
 
 pytestmark = pytest.mark.gpu
@@ -54,34 +52,33 @@ class Load:
 @EVERY
 def test_beside_other_work(problem: Problem) -> None:
     """A co-running kernel may hold SMs back; all workers then start together, a little later."""
-    case, cfg, load = Case.make(problem), config_of(problem), Load()
+    case, load = Case.make(problem), Load()
     for workers in (sms(), sms() - 16):
-        tables = tables_of(problem, cfg, "auto", workers)
-        alone = case.run(cfg, tables)
-        ws, into = Workspace.of(cfg, case.inputs.q), Grads(*(torch.empty_like(g) for g in alone))
+        ready = prepared(problem, workers=workers)
+        alone, launch, into = case.run(ready), ready.run_backward, room(case.operands)
+        workspace = Workspace.of(launch.cfg, case.operands.q)
         count = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(300):
             load.queue()
-            poison(ws, into)
-            backward(cfg, tables, case.inputs, scale=problem.softmax_scale, into=into, workspace=ws)
+            poison(workspace, into)
+            launch(case.operands, into, workspace)
             count += changed(into, alone)
         assert int(count) == 0
         torch.cuda.synchronize()
 
 
-def late_runs(case: Case, want: Grads, runs: int) -> list[torch.Tensor]:
+def late_runs(case: Case, want: Gradients, runs: int) -> list[torch.Tensor]:
     """Runs on the current stream, on inputs that are there only after a while: who does not follow it reads noise."""
-    cfg = config_of(case.problem)
-    tables = tables_of(case.problem, cfg, "auto", sms())
+    ready = prepared(case.problem)
     torch.cuda._sleep(10_000_000)  # cycles: some 5 ms
-    late = Case(case.problem, type(case.inputs)(*(x.clone() for x in case.inputs)))
-    return [changed(late.run(cfg, tables), want) for _ in range(runs)]
+    late = Case(case.problem, Operands(*(x.clone() for x in case.operands)), case.want)
+    return [changed(late.run(ready), want) for _ in range(runs)]
 
 
 @EVERY
 def test_on_a_side_stream(problem: Problem) -> None:
-    case, cfg, stream = Case.make(problem), config_of(problem), torch.cuda.Stream()
-    want = case.run(cfg, tables_of(problem, cfg, "auto", sms()))
+    case, stream = Case.make(problem), torch.cuda.Stream()
+    want = case.run(prepared(problem))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         counts = late_runs(case, want, 50)
@@ -93,20 +90,20 @@ def test_on_a_side_stream(problem: Problem) -> None:
 def test_in_a_graph(problem: Problem) -> None:
     """Captured once, replayed with other inputs in the same places."""
     first, second = (Case.make(problem, seed) for seed in (0, 1))
-    cfg = config_of(problem)
-    tables = tables_of(problem, cfg, "auto", sms())
-    wants = [case.run(cfg, tables) for case in (first, second)]
-    held = type(first.inputs)(*(x.clone() for x in first.inputs))
-    ws, into = Workspace.of(cfg, held.q), Grads(*(torch.empty_like(g) for g in wants[0]))
+    ready = prepared(problem)
+    wants = [case.run(ready) for case in (first, second)]
+    held = Operands(*(x.clone() for x in first.operands))
+    launch, into = ready.run_backward, room(held)
+    workspace = Workspace.of(launch.cfg, held.q)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        backward(cfg, tables, held, scale=problem.softmax_scale, into=into, workspace=ws)
+        launch(held, into, workspace)
     count = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for i in range(100):
-        for x, given in zip(held, (first, second)[i % 2].inputs, strict=True):
+        for x, given in zip(held, (first, second)[i % 2].operands, strict=True):
             x.copy_(given)
-        poison(ws, into)
+        poison(workspace, into)
         graph.replay()
         count += changed(into, wants[i % 2])
     assert int(count) == 0
@@ -114,7 +111,7 @@ def test_in_a_graph(problem: Problem) -> None:
 
 def call(case: Case, **how: object) -> Gradients:
     mask = case.problem.mask
-    return dash_attn.backward(*case.inputs, mask=mask, **how)
+    return dash_attn.backward(*case.operands, mask=mask, **how)
 
 
 def test_a_graph_of_the_public_call() -> None:
@@ -124,13 +121,13 @@ def test_a_graph_of_the_public_call() -> None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        found = call(case)
+        grads = call(case)
     count = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(100):
-        for g in found:
+        for g in grads:
             g.fill_(float("nan"))
         graph.replay()
-        count += changed(found, want)
+        count += changed(grads, want)
     assert int(count) == 0
 
 
@@ -161,12 +158,12 @@ def test_graphed_forward_and_backward() -> None:
 @EVERY
 def test_every_policy_and_margin(problem: Problem) -> None:
     """A margin takes workers away and keeps the bits; an order fixes them, another order may change them."""
-    case, cfg = Case.make(problem), config_of(problem)
-    for policy in applicable(tile(problem, TileShape(cfg.tile_m, cfg.tile_n))):
+    case = Case.make(problem)
+    for policy in policies(problem):
         want = call(case, policy=policy)
         for margin in (0, 4, 16):
-            found = [call(case, policy=policy, sm_margin=margin) for _ in range(10)]
-            assert not any(int(changed(each, want)) for each in found), (policy, margin)
+            runs = [call(case, policy=policy, sm_margin=margin) for _ in range(10)]
+            assert not any(int(changed(run, want)) for run in runs), (policy, margin)
 
 
 def test_fresh_processes() -> None:
@@ -174,11 +171,11 @@ def test_fresh_processes() -> None:
     want = digests()
     running = [subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE) for _ in range(2)]
     try:
-        found = [process.communicate(timeout=120)[0].split()[-len(want) :] for process in running]
+        printed = [process.communicate(timeout=120)[0].split()[-len(want) :] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert found == [want] * 2
+    assert printed == [want] * 2
 
 
 def test_control_without_order() -> None:
@@ -209,8 +206,7 @@ def test_memory_accesses() -> None:
 def test_two_at_once() -> None:
     """Two launches that each want every SM: one waits until the other has gone, neither holds half of them."""
     case = Case.make(PROBLEMS["causal"])
-    cfg = config_of(case.problem)
-    want = case.run(cfg, tables_of(case.problem, cfg, "auto", sms()))
+    want = case.run(prepared(case.problem))
     streams, counts = [torch.cuda.Stream() for _ in range(2)], []
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())

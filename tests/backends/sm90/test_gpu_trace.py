@@ -23,8 +23,8 @@ def test_stamps_follow_each_other(dim: int, length: int, mask: object) -> None:
 
     trace = trace_problem(Problem(2, 8, 8, length, length, dim, mask=mask))
     assert trace.facts["same_bits"]
-    found = measured(trace)
-    task = found.task
+    run = measured(trace)
+    task = run.task
     for a, b in (
         ("begun", "computed"),
         ("computed", "slot"),
@@ -34,11 +34,11 @@ def test_stamps_follow_each_other(dim: int, length: int, mask: object) -> None:
     ):
         assert (task[a] <= task[b] + 1e-3).all(), f"{a} behind {b}"
     assert (task["staged"] <= task["landed"] + 1e-3).all() and (task["loaded"] <= task["begun"] + 1e-3).all()
-    assert len(np.unique(found.sm)) == len(found.sm), "one worker on each SM"
+    assert len(np.unique(run.sm)) == len(run.sm), "one worker on each SM"
     # A contribution lands before the next one of its tile does: on different SMs, so up to the clocks' agreement.
     tasks = trace.program.expand()
     order = np.lexsort((tasks.turn, tasks.target))
     same = tasks.target[order][1:] == tasks.target[order][:-1]
     assert (np.diff(task["landed"][order])[same] > -2.0).all()
     us = trace.facts["us"]
-    assert found.makespan < 1.5 * us["call"] + 20
+    assert run.makespan < 1.5 * us["call"] + 20

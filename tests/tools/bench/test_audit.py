@@ -15,16 +15,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import dash_attn
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import child, watch
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
-from dash_attn.tools.bench.audit.command import main, shown
 from dash_attn.tools.bench.audit.compare import bits, differences, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
-from dash_attn.tools.bench.audit.targets import parse
+from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
 from dash_attn.tools.bench.audit.watch import Hear, Heard, _note, watched
 from dash_attn.tools.bench.record import write_json
+from dash_attn.tools.cli.audit import shown
+from dash_attn.tools.cli.main import main as dash_attn_command
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
 CPU = torch.device("cpu")
@@ -120,7 +122,7 @@ def test_a_hang_is_ended_and_named(step: Path, tmp_path: Path, fakes: str) -> No
     assert (heard.verdict, heard.at, heard.repeat) == ("hang", "plain", 1)
     assert audits._broken("x", heard.at, heard)["status"] == "HANG"
     assert (died.verdict, died.at, died.why) == ("died", "plain", "exit status 11")
-    assert well.verdict == "done" and [found["runs"] for found in well.results] == [6]
+    assert well.verdict == "done" and [result["runs"] for result in well.results] == [6]
 
 
 def test_who_may_have_waited_for_a_hang_gets_more_time() -> None:
@@ -160,8 +162,8 @@ def test_after_a_hang_the_other_stressors_still_run(monkeypatch: pytest.MonkeyPa
         (told,) = jobs
         asked.append(told["stressors"])
         hangs = "workers" in told["stressors"]
-        found = {"stressor": "plain" if hangs else "jitter", "runs": 1, "differing": 0, "tensors": {}}
-        hear(told, {"result": found})
+        result = {"stressor": "plain" if hangs else "jitter", "runs": 1, "differing": 0, "tensors": {}}
+        hear(told, {"result": result})
         return [Heard("hang", "silent for 2 s", "workers", 1) if hangs else Heard("done")]
 
     monkeypatch.setattr(audits, "watched", watched)
@@ -181,10 +183,10 @@ def test_fresh_processes_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     def watched(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
         asked.append([(told["target"], *told["stressors"]) for told in jobs])
-        found = {"stressor": jobs[0]["stressors"][0], "runs": 1, "differing": 0, "tensors": {}}
+        result = {"stressor": jobs[0]["stressors"][0], "runs": 1, "differing": 0, "tensors": {}}
         for told in reversed(jobs):
-            hear(told, {"result": found})
-        return [Heard("done", results=[found]) for _ in jobs]
+            hear(told, {"result": result})
+        return [Heard("done", results=[result]) for _ in jobs]
 
     monkeypatch.setattr(audits, "watched", watched)
     how = Plan("cpu", ("plain", "processes"), processes=3, at_once=4)
@@ -221,13 +223,13 @@ def test_progress_says_what_is_done_now(in_process: None, fakes: str, capsys) ->
 def test_bits_are_compared_not_numbers() -> None:
     zero, nan = torch.zeros(2, 3), torch.full((2, 3), float("nan"))
     assert differences((zero, nan, zero), (zero, nan, zero)) == {}
-    found = differences((-zero, nan, zero), (zero, nan, zero))
-    assert found["dq"]["elements"] == 6 and found["dq"]["first"] == [0, 0] and found["dq"]["largest"] == 0
+    apart = differences((-zero, nan, zero), (zero, nan, zero))
+    assert apart["dq"]["elements"] == 6 and apart["dq"]["first"] == [0, 0] and apart["dq"]["largest"] == 0
     assert bits(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.int16
     assert differences((nan, zero, zero), (zero, zero, zero))["dq"]["largest"] == float("inf")
     total: dict = {}
-    merge(total, found)
-    merge(total, found)
+    merge(total, apart)
+    merge(total, apart)
     assert total["dq"]["runs"] == 2
 
 
@@ -236,9 +238,11 @@ def test_a_saved_step_may_leave_out_the_forward_and_pack_sequences(tmp_path: Pat
     q, k, v, dout = (torch.randn(60, 2, 16, generator=generator) for _ in range(4))
     kwargs = {"causal": True, "cu_seqlens_q": torch.tensor([0, 20, 60], dtype=torch.int32)}
     torch.save({"dout": dout, "q": q, "k": k, "v": v, "kwargs": kwargs}, tmp_path / "packed.pt")
-    found = load(tmp_path / "packed.pt", CPU)
-    assert found.operands.out.shape == q.shape and found.operands.lse.shape == (2, 60)
-    assert found.batched().q.shape == (1, 60, 2, 16) and found.problem().mask.documents is not None
+    step = load(tmp_path / "packed.pt", CPU)
+    assert step.operands.out.shape == q.shape and step.operands.lse.shape == (2, 60)
+    assert step.problem().mask.documents is not None
+    grads = target_of("ours", step)(Conditions())
+    assert not differences(grads, dash_attn.backward(*step.operands, **step.keywords))
 
 
 @pytest.mark.parametrize(
@@ -275,13 +279,20 @@ def test_targets() -> None:
         (["--at-once", "0"], "--at-once"),
         (["--target", "nope"], "nope"),
         (["--step", "nowhere.pt"], "nowhere.pt"),
-        (["--step", "nowhere.pt", "--causal"], "own shape"),
+        (["--step", "nowhere.pt", "--mask", "causal"], "own shape"),
         (["--seqlen", "many"], "whole numbers"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        main(arguments)
+def test_mistakes_are_named(arguments: list[str], says: str, capsys) -> None:
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def main(arguments: list[str]) -> int:
+    """`dash-attn audit`: its exit status."""
+    with pytest.raises(SystemExit) as stop:
+        dash_attn_command(["audit", *arguments])
+    return int(stop.value.code or 0)
 
 
 def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:

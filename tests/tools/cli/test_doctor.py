@@ -58,16 +58,16 @@ def test_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("short")
 def test_bits_that_do_not_repeat_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = doctor.gradients, []
+    real, calls = doctor.results, []
 
-    def drifting(*args: Any, **others: Any) -> tuple[torch.Tensor, ...]:
-        found = real(*args, **others)
+    def drifting(*args: Any) -> tuple[torch.Tensor, ...]:
+        results = real(*args)
         calls.append(0)
         if len(calls) == 3:
-            found[2][0, 7, 1, 3] += 1
-        return found
+            results[2][0, 7, 1, 3] += 1
+        return results
 
-    monkeypatch.setattr(doctor, "gradients", drifting)
+    monkeypatch.setattr(doctor, "results", drifting)
     status, out = run(capsys, "--seconds", "0.1", "--json")
     said = json.loads(out)
     assert status == 1 and said["ok"] is False
@@ -78,22 +78,33 @@ def test_bits_that_do_not_repeat_fail(capsys: pytest.CaptureFixture[str], monkey
     assert status == 1 and "self-test failed" in out
 
 
+def test_the_self_test_changes_what_must_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, prepare = [], doctor.prepare
+    monkeypatch.setattr(doctor, "prepare", lambda *given: asked.append(dict(given[2].kernel)) or prepare(*given))
+    device = torch.device("cpu")
+    run = doctor.changing(doctor.problem_on(device, 64, doctor.FULL), device)
+    for number in range(3):
+        run(number)
+    assert asked[0]["threads"] == torch.get_num_threads() and len({how["threads"] for how in asked}) == 3
+    assert any(how["jitter"] for how in asked)
+
+
 @pytest.mark.usefixtures("short")
 def test_an_error_in_the_self_test_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **others: Any) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(doctor, "gradients", broken)
+    monkeypatch.setattr(doctor, "results", broken)
     status, out = run(capsys, "--seconds", "0.1", "--json")
     assert status == 1 and "no kernel image" in json.loads(out)["self-test"][0]["found"]
 
 
 def test_the_control_says_when_runs_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    def equal() -> Iterator[tuple[torch.Tensor, ...]]:
+    def equal(device: torch.device) -> Iterator[tuple[torch.Tensor, ...]]:
         for _ in range(3):
             yield (torch.zeros(2),)
 
-    monkeypatch.setattr(doctor, "unordered_on_cpu", equal)
+    monkeypatch.setattr(doctor, "unordered", equal)
     said = doctor.control(torch.device("cpu"), 1.0)
     assert said.status == "info" and "3 runs agreed" in said.found
 

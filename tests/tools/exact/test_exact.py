@@ -164,7 +164,7 @@ def test_errors_say_what_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="workers must be at least 1"):
         solve(square(2, FULL), 0, Paper(1, 1))
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    with pytest.raises(ImportError, match=r"dash-attn\[search\]"):
+    with pytest.raises(ImportError, match=r"dash-attn\[tools\]"):
         solve(square(2, FULL), 2, Paper(1, 1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from dash_attn.timeline import ROLES
 from dash_attn.tools.trace.calibrate import BEGIN
 from dash_attn.tools.trace.fit import fit_trace
 from dash_attn.tools.trace.measured import Rows, measured, shares
-from dash_attn.tools.trace.record import load_trace, save_trace
+from dash_attn.tools.trace.record import CHAINS, FACTS, FIRST, STEPS, load_trace, save_trace
 from dash_attn.tools.trace.timelines import simulated, timeline
 from tests.tools.trace.synthetic import program_of, synthetic
 
@@ -50,7 +51,7 @@ def test_shares_add_up(policy: str) -> None:
     program = program_of("causal", policy)
     found = measured(synthetic(program, 12, MODEL))
     sums, model = shares(found), simulate(program, 12, MODEL, record=False)
-    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.idle
+    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.bubble
     assert parts == pytest.approx(sums.whole, rel=1e-3)
     assert sums.compute == pytest.approx(
         (MODEL.compute * program.num_tasks) + 0.25 * program.expand().partial.sum(), rel=1e-3
@@ -133,6 +134,42 @@ def test_files(tmp_path: Path) -> None:
         load_trace(tmp_path / "program.npz")
     with pytest.raises(ValueError, match="no such file"):
         load_trace(tmp_path / "none.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (CHAINS, np.zeros(3)),
+        (CHAINS, np.zeros(3, np.int32)),
+        (FIRST, np.zeros(2, np.int32)),
+        (FIRST, None),
+        (STEPS, np.zeros(3, np.int64)),
+        (STEPS, np.zeros((8, 5, 10, 4), np.uint8)),
+        (FACTS, np.array("no json")),
+        (FACTS, np.array("[1]")),
+        (FACTS, np.arange(3)),
+    ],
+)
+def test_damaged_traces_are_refused_on_one_line(name: str, value: Any, tmp_path: Path) -> None:
+    save_trace(synthetic(program_of(), 12, MODEL), tmp_path / "events.npz")
+    with np.load(tmp_path / "events.npz") as archive:
+        content = {**archive, name: value}
+    np.savez_compressed(
+        tmp_path / "events.npz", **{each: array for each, array in content.items() if array is not None}
+    )
+    with pytest.raises(ValueError, match=r"events\.npz is damaged") as refused:
+        load_trace(tmp_path / "events.npz")
+    assert str(refused.value).isprintable()
+
+
+def test_flipped_bits_of_a_trace_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.npz"
+    save_trace(synthetic(program_of(), 12, MODEL), path)
+    whole = path.read_bytes()
+    at = whole.index(STEPS.encode()) + 200
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
+    with pytest.raises(ValueError, match=r"events\.npz is damaged"):
+        load_trace(path)
 
 
 def test_what_is_missing_is_noticed() -> None:

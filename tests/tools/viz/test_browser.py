@@ -1,57 +1,31 @@
-"""Pages in a real browser: drawn without an error, and they answer pointer, wheel and keys."""
+"""Pages in a real browser: drawn without an error, and they answer mouse, fingers and keys."""
 
 from __future__ import annotations
 
-import html as entities
-import json
-import os
-import re
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dash_attn.simulate import Machine, Simulation
-from dash_attn.tools.viz import Section, report
+from dash_attn.tools.viz import Section, report, schedules
 from dash_attn.tools.viz.evidence import evidence
-from dash_attn.tools.viz.results import OURS
+from dash_attn.tools.viz.plots import OURS
+from tests.tools.viz.browser import Browser
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--virtual-time-budget=20000",
-)
+TIP = "document.getElementById('tip')"
+CANVAS = "document.querySelector('.view canvas')"
+PHONE = {"width": 390, "height": 844, "touch": True}
 
 
-def browse(page: Path, folder: Path, *arguments: str) -> str:
-    """Open a page and return what the browser prints."""
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        message = f"no browser: install one of {', '.join(BROWSERS)}"
-        if os.environ.get("CI"):
-            pytest.fail(message)
-        pytest.skip(message)
-    command = [browser, *FLAGS, f"--user-data-dir={folder / 'profile'}", *arguments, page.resolve().as_uri()]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=180).stdout
-
-
-def page_of(simulations: list[Simulation], path: Path) -> Path:
-    table = [("policy", "makespan"), *((s.program.policy, s.makespan) for s in simulations)]
-    machine = [s for s in simulations if isinstance(s.model, Machine)]
-    paper = [s for s in simulations if s not in machine]
-    return report(path, [Section("Model", "Text.", table, paper), Section("Machine", charts=machine)])
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = Browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -61,101 +35,187 @@ def simulations(simulated) -> list[Simulation]:
 
 
 @pytest.fixture(scope="module")
-def seen(simulations, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What a user saw and did (selftest.js) on a page with three charts, the first two on one axis."""
-    folder = tmp_path_factory.mktemp("browser")
-    page = page_of(simulations, folder / "report.html")
-    waiting = next(e for e in simulations[0].timeline if e.role == "stall" and e.worker == 3)
-    script = (Path(__file__).parent / "selftest.js").read_text(encoding="utf-8")
-    script = script.replace("WORKERS", "8").replace("HOVER_ROW", str(waiting.worker))
-    script = script.replace("HOVER_TIME", str((waiting.begin + waiting.end) / 2))
-    page.write_text(page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>"))
-    found = re.search(r'<pre id="selftest">(.*?)</pre>', browse(page, folder, "--dump-dom"), re.DOTALL)
-    assert found is not None, "the page never became ready"
-    return json.loads(entities.unescape(found.group(1)))
+def page(simulations: list[Simulation], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three charts; the first two share an axis."""
+    wide = [[f"column {i}" for i in range(30)], ["12345.6 ms"] * 30]
+    sections = [schedules(simulations[:2]), Section("Machine", charts=simulations[2:]), Section("Wide", table=wide)]
+    return report(tmp_path_factory.mktemp("page") / "report.html", sections)
 
 
-def test_every_chart_is_drawn_without_an_error(seen) -> None:
-    assert seen["error"] == ""
-    assert seen["ready"] == 3
-    assert min(seen["colours"]) > 20
+def view(browser: Browser) -> tuple[float, float]:
+    """The times at the ends of the first chart."""
+    begin, end = map(float, browser.run(f"{CANVAS}.dataset.view").split())
+    return begin, end
 
 
-def test_hovering_names_task_turn_and_wait(seen, simulations) -> None:
-    line = simulations[0].timeline
-    waiting = next(e for e in line if e.role == "stall" and e.worker == 3)
-    names, t = line.names, waiting.task
-    assert seen["shown"] == "block"
-    assert f"head {names.q_head[t]}, q {names.q_tile[t]}, kv {names.kv_tile[t]}" in seen["tip"]
-    assert f"worker 3, turn {names.turn[t]} " in seen["tip"]
-    assert f"waits {waiting.end - waiting.begin:.6g} units for turn {names.turn[t] - 1} (kv 2, worker 2)" in seen["tip"]
-    assert re.search(r"compute 0 to 1\s", seen["tip"])
-    assert re.search(rf"reduce {waiting.end:.6g} to", seen["tip"])
-    assert seen["traced"]
-    assert seen["left"] == ["none", 1]
+def place(browser: Browser, time: float, row: int) -> tuple[float, float]:
+    """Where the first chart shows a worker at a time, in the window."""
+    browser.run(f"{CANVAS}.scrollIntoView({{block: 'center'}})")
+    browser.run("new Promise((done) => setTimeout(done, 300))")  # a wheel right after scrolling belongs to the page
+    left, top, right, high = map(float, browser.run(f"{CANVAS}.dataset.plot").split())
+    box = browser.run(f"(({{x, y}}) => [x, y])({CANVAS}.getBoundingClientRect())")
+    begin, end = view(browser)
+    return box[0] + left + (time - begin) / (end - begin) * (right - left), box[1] + top + (row + 0.5) * high
 
 
-def test_zoom_pan_and_reset(seen, simulations) -> None:
-    whole = seen["full"][1] - seen["full"][0]
-    assert seen["full"][0] == 0
-    assert whole == pytest.approx(simulations[0].makespan, rel=0.01)
-    zoomed = seen["zoomed"][1] - seen["zoomed"][0]
-    assert zoomed < 0.5 * whole
-    assert seen["zoomed"][0] < 2 < seen["zoomed"][1]  # the time under the pointer stays in view
-    assert seen["linked"] is False  # the machine's chart has an axis of its own
-    assert seen["panned"][0] > seen["zoomed"][0]
-    assert seen["panned"][1] - seen["panned"][0] == pytest.approx(zoomed, rel=1e-3)
-    assert seen["reset"] == seen["full"]
+def waiting(simulation: Simulation) -> Any:
+    """A stall of worker 3."""
+    return next(event for event in simulation.timeline if event.role == "stall" and event.worker == 3)
 
 
-def test_colours_can_be_changed(seen) -> None:
-    assert seen["recoloured"]
+def shown(browser: Browser) -> str:
+    """The text of the box beside the pointer, or nothing."""
+    return str(browser.run(f"getComputedStyle({TIP}).display === 'none' ? '' : {TIP}.textContent"))
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("light", 1), ("dark", 0)])
-def test_screenshot(simulations, tmp_path: Path, name: str, scheme: int) -> None:
-    page = page_of(simulations, tmp_path / "report.html")
-    shot = tmp_path / f"{name}.png"
-    browse(
-        page,
-        tmp_path,
-        f"--screenshot={shot}",
-        "--window-size=1280,900",
-        f"--blink-settings=preferredColorScheme={scheme}",
+def traced(browser: Browser) -> bool:
+    """Does the first chart show the way of a dQ tile?"""
+    script = "((c) => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((x) => x))"
+    return bool(browser.run(f"{script}({CANVAS}.nextElementSibling)"))
+
+
+def test_every_chart_is_drawn_without_an_error(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.run("document.getElementById('error').textContent") == ""
+    assert browser.run("document.documentElement.dataset.ready") == "3"
+    colours = (
+        "[...document.querySelectorAll('.view canvas:first-child')].map((c) => new Set(new Uint32Array("
+        "c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size)"
     )
-    image = np.asarray(Image.open(shot).convert("L")).astype(float)
+    assert min(browser.run(colours)) > 20
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_pointing_and_tapping_tell_the_same(browser: Browser, page: Path, simulations, touch: bool) -> None:
+    browser.open(page, **(PHONE if touch else {}))
+    hints = browser.run("[...document.querySelectorAll('.hint')].map((e) => e.getClientRects().length > 0)")
+    assert hints == [not touch, touch]  # for a mouse, for fingers
+    event, names = waiting(simulations[0]), simulations[0].timeline.names
+    x, y = place(browser, (event.begin + event.end) / 2, event.worker)
+    if touch:
+        browser.tap(x, y)
+    else:
+        browser.mouse("mouseMoved", x, y)
+    said, turn = shown(browser), names.turn[event.task]
+    assert f"q tile {names.q_tile[event.task]}, kv tile {names.kv_tile[event.task]}" in said
+    assert f"worker 3, turn {turn} " in said
+    assert f"stall {event.end - event.begin:.6g} units for turn {turn - 1} (kv tile 2, worker 2)" in said
+    assert "compute 0 to 1 units" in said and f"reduce {event.end:.6g} to" in said
+    assert traced(browser)
+    box = browser.run(f"(({{left, right, top, bottom}}) => [left, right, top, bottom])({TIP}.getBoundingClientRect())")
+    assert box[0] >= 0 and box[2] >= 0 and box[1] <= (390 if touch else 1280) and box[3] <= 900
+    if touch:
+        browser.tap(195, browser.run(f"{CANVAS}.getBoundingClientRect().top") - 8)
+    else:
+        browser.mouse("mouseMoved", 2, 2)
+    assert shown(browser) == "" and not traced(browser)
+
+
+def test_dragging_with_a_finger_pans_and_shows_nothing(browser: Browser, page: Path) -> None:
+    browser.open(page, **PHONE)
+    browser.run("document.querySelector('[data-zoom=\"0.5\"]').click()")
+    browser.frame()
+    before = view(browser)
+    x, y = place(browser, sum(before) / 2, 2)
+    browser.ask("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+    for step in range(1, 9):
+        browser.ask("Input.dispatchTouchEvent", type="touchMove", touchPoints=[{"x": x - 10 * step, "y": y}])
+    browser.ask("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.frame()
+    assert view(browser)[0] > before[0]
+    assert shown(browser) == ""
+
+
+def test_zoom_pan_and_reset(browser: Browser, page: Path, simulations) -> None:
+    browser.open(page)
+    full = view(browser)
+    assert full == (0, pytest.approx(simulations[0].makespan, rel=0.01))
+    x, y = place(browser, 2, 0)
+    browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-600)
+    zoomed = view(browser)
+    assert zoomed[1] - zoomed[0] < 0.5 * full[1]
+    assert zoomed[0] < 2 < zoomed[1]  # the time under the pointer stays in view
+    views = browser.run("[...document.querySelectorAll('.view canvas:first-child')].map((c) => c.dataset.view)")
+    assert views[0] == views[1] != views[2]  # the machine's chart has an axis of its own
+    browser.mouse("mousePressed", x, y, button="left", buttons=1, clickCount=1)
+    browser.mouse("mouseMoved", x - 40, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", x - 40, y, button="left", clickCount=1)
+    panned = view(browser)
+    assert panned[0] > zoomed[0] and panned[1] - panned[0] == pytest.approx(zoomed[1] - zoomed[0], rel=1e-3)
+    browser.run(f"{CANVAS}.focus()")
+    browser.key("0")
+    assert view(browser) == full
+
+
+def test_numbers_in_tasks_are_all_there_or_none_is(browser: Browser, simulated, tmp_path: Path) -> None:
+    """16 q tiles: numbers of one and of two digits. What is drawn is written down by the drawing function itself."""
+    simulation = simulated("fa3", n=16, heads=2, workers=16)
+    browser.open(report(tmp_path / "a.html", [Section(charts=[simulation])]))
+    spy = (
+        "(async () => { const drawn = new Set(), real = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+        "  if (typeof text === 'number' && x > 60) drawn.add(text); return real.call(this, text, x, y); };"
+        "dispatchEvent(new Event('resize')); CanvasRenderingContext2D.prototype.fillText = real;"
+        "return [...drawn].sort((a, b) => a - b); })()"
+    )
+    assert browser.run(spy) == list(range(16))
+    browser.resize(640, 900)
+    assert browser.run(spy) == []
+
+
+def test_colours_can_be_changed(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    before = browser.run(f"{CANVAS}.toDataURL()")
+    browser.run(
+        "((s) => { s.value = 'head'; s.dispatchEvent(new Event('change')); })(document.getElementById('colour'))"
+    )
+    browser.frame()
+    assert browser.run(f"{CANVAS}.toDataURL()") != before
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_light_and_dark(browser: Browser, page: Path, dark: bool) -> None:
+    browser.open(page, dark=dark)
+    image = browser.shot()
     assert image.std() > 20
-    assert (image[2, 2] > 200) == (name == "light")
+    assert (image[2, 2].mean() < 60) == dark
 
 
-def fits_a_phone(page: Path, folder: Path) -> tuple[str, ...]:
-    """(width of the content, of the window, charts drawn) at 390 pixels: in a frame, since a browser window cannot be
-    that narrow."""
-    check = "((d) => parent.postMessage([d.scrollWidth, innerWidth, d.dataset.ready], '*'))(document.documentElement)"
-    page.write_text(page.read_text().replace("</body>", f"<script>setTimeout(() => {check}, 3000)</script></body>"))
-    frame = folder / "phone.html"
-    frame.write_text(
-        f'<iframe src="{page.name}" width="390" height="800" style="border:0"></iframe><pre id="seen"></pre>'
-        "<script>onmessage = (e) => document.getElementById('seen').textContent = e.data.join(' ')</script>"
+def overflowing(browser: Browser) -> list[float]:
+    """How far the page, and every table with its box, reach beyond the window."""
+    script = (
+        "[document.documentElement.scrollWidth - innerWidth, "
+        "...[...document.querySelectorAll('.scroll, picture img')]"
+        ".map((e) => e.getBoundingClientRect().right - innerWidth)]"
     )
-    found = re.search(r'<pre id="seen">(\d+) (\d+) (\d+)</pre>', browse(frame, folder, "--dump-dom"))
-    assert found is not None
-    return found.groups()
+    return list(browser.run(script))
 
 
-def test_fits_a_phone(simulations, tmp_path: Path) -> None:
-    assert fits_a_phone(page_of(simulations, tmp_path / "report.html"), tmp_path) == ("390", "390", "3")
+def test_a_phone_shows_wide_tables_in_boxes_that_scroll(browser: Browser, page: Path) -> None:
+    browser.open(page, **PHONE)
+    assert max(overflowing(browser)) <= 0
+    wide = "[...document.querySelectorAll('.scroll')].at(-1)"
+    assert browser.run(f"{wide}.scrollWidth - {wide}.clientWidth") > 1000
 
 
-@pytest.mark.parametrize(("name", "scheme"), [("light", 1), ("dark", 0)])
-def test_the_page_of_results_shows_its_pictures(tmp_path: Path, name: str, scheme: int) -> None:
-    traces = sorted(RESULTS.glob("*.npz"))
-    page = evidence([*sorted(RESULTS.glob("*.json")), *traces], tmp_path / "page.html")
-    shot = tmp_path / "shot.png"
-    look = ("--window-size=1280,1600", f"--blink-settings=preferredColorScheme={scheme}")
-    browse(page, tmp_path, f"--screenshot={shot}", *look)
-    image = np.asarray(Image.open(shot).convert("RGB")).astype(int)
-    curve = np.abs(image - [int(OURS[i : i + 2], 16) for i in (1, 3, 5)]).max(axis=-1) < 12
-    assert curve.sum() > 1000 and (image[2, 2].mean() > 200) == (name == "light")
-    if name == "light":
-        assert fits_a_phone(page, tmp_path) == ("390", "390", str(2 * len(traces) + 4))
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of some of the committed results."""
+    files = [RESULTS / f"{suite}_h200.json" for suite in ("grid", "block", "deviation", "audit")]
+    return evidence(files, tmp_path_factory.mktemp("measured") / "page.html")
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_of_results_shows_its_pictures(browser: Browser, measured: Path, dark: bool) -> None:
+    browser.open(measured, dark=dark)
+    browser.run("document.querySelectorAll('picture')[1].scrollIntoView()")  # the throughput, with its thick curves
+    browser.frame()
+    green = [int(OURS[i : i + 2], 16) for i in (1, 3, 5)]
+    assert (np.abs(browser.shot() - green).max(axis=-1) < 12).sum() > 1000
+    sources = "[...document.querySelectorAll('picture img')].map((e) => e.currentSrc.length)"
+    wide = browser.run(sources)
+    browser.open(measured, **PHONE, dark=dark)
+    assert max(overflowing(browser)) <= 0
+    browser.run("Promise.all([...document.querySelectorAll('picture img')].map((e) => e.decode()))")
+    narrow = browser.run(sources)
+    assert len(narrow) == len(wide) > 3 and all(a != b for a, b in zip(narrow, wide, strict=True))

@@ -44,8 +44,8 @@ class Subject:
     file: Path | None = None
 
 
-class Found:
-    """What is known by now, in the order of cases and targets, whichever ended first. `keep` sees it grow."""
+class Findings:
+    """The entries so far, in the order of cases and targets, whichever ended first. `keep` gets every new state."""
 
     def __init__(self, keep: Callable[[Report], None]) -> None:
         self._groups: list[list[Entry]] = []
@@ -70,7 +70,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Case:
-    """One subject while it is audited. `tell` takes what is done now and how many steps of this case are finished."""
+    """One subject while it is audited. `tell` takes the step that begins and how many of this case are finished."""
 
     subject: Subject
     folder: Path
@@ -86,8 +86,8 @@ def audit(
 ) -> Report:
     """An entry for each subject, target and stressor. `keep` gets the unfinished report again and again; after Ctrl-C
     that is also what is returned."""
-    found, each = Found(keep), len(targets) + (PROCESSES in how.stressors)
-    keep(found.report())  # whatever an earlier run left there is not the result of this one
+    findings, each = Findings(keep), len(targets) + (PROCESSES in how.stressors)
+    keep(findings.report())  # whatever an earlier run left there is not the result of this one
     try:
         with progress(each * len(subjects), "audit") as tell:
             for number, subject in enumerate(subjects):
@@ -96,29 +96,29 @@ def audit(
                     tell(f"{name}, {label}", before + done)
 
                 with tempfile.TemporaryDirectory(prefix="dash_attn_audit_") as folder:
-                    _case(Case(subject, Path(folder), how, tell_here), targets, found)
+                    _case(Case(subject, Path(folder), how, tell_here), targets, findings)
     except KeyboardInterrupt:
-        return found.report()
-    return found.report(complete=True)
+        return findings.report()
+    return findings.report(complete=True)
 
 
-def _case(case: Case, targets: Sequence[str], found: Found) -> None:
+def _case(case: Case, targets: Sequence[str], findings: Findings) -> None:
     """Target after target, then the fresh processes of all."""
-    file = _inputs(case, found)
+    file = _inputs(case, findings)
     if file is None:
         return
     fresh = []
     for number, target in enumerate(targets):
         job = {"step": str(file), "target": target, "device": case.how.device, "repeats": case.how.repeats}
         job["reference"] = str(case.folder / f"reference{number}.pt")
-        add = found.group(case.subject.name)
+        add = findings.group(case.subject.name)
         if _target(job, case, number, add):
             fresh.append((job, add))
     if PROCESSES in case.how.stressors:
         _processes(fresh, case, len(targets))
 
 
-def _inputs(case: Case, found: Found) -> Path | None:
+def _inputs(case: Case, findings: Findings) -> Path | None:
     if case.subject.file is not None:
         return case.subject.file
     assert case.subject.problem is not None
@@ -128,7 +128,7 @@ def _inputs(case: Case, found: Found) -> Path | None:
     (heard,) = case.watched([job], lambda job, event: None)
     if heard.verdict == "done":
         return file
-    found.group(case.subject.name)(_said("-", "-", "error", f"inputs: {heard.verdict}: {heard.why}"))
+    findings.group(case.subject.name)(_said("-", "-", "error", f"inputs: {heard.verdict}: {heard.why}"))
     return None
 
 
@@ -188,15 +188,15 @@ def _together(target: str, heard: Sequence[Heard]) -> Entry:
     for each in heard:
         if each.verdict != "done":
             return _broken(target, PROCESSES, each)
-        (found,) = each.results
-        total["runs"] += found["runs"]
-        total["differing"] += found["differing"]
-        merge(total["tensors"], {k: {n: x for n, x in v.items() if n != "runs"} for k, v in found["tensors"].items()})
+        (result,) = each.results
+        total["runs"] += result["runs"]
+        total["differing"] += result["differing"]
+        merge(total["tensors"], {k: {n: x for n, x in v.items() if n != "runs"} for k, v in result["tensors"].items()})
     return _judged(target, total)
 
 
-def _judged(target: str, found: Entry) -> Entry:
-    return {"target": target, "status": "DIFFERS" if found["differing"] else "same bits", "why": "", **found}
+def _judged(target: str, result: Entry) -> Entry:
+    return {"target": target, "status": "DIFFERS" if result["differing"] else "same bits", "why": "", **result}
 
 
 def _broken(target: str, stressor: str, heard: Heard) -> Entry:
@@ -207,5 +207,5 @@ def _broken(target: str, stressor: str, heard: Heard) -> Entry:
 
 
 def _said(target: str, stressor: str, status: str, why: str) -> Entry:
-    found = {"runs": 0, "differing": 0, "tensors": {}}
-    return {"target": target, "stressor": stressor, "status": status, "why": why, **found}
+    nothing = {"runs": 0, "differing": 0, "tensors": {}}
+    return {"target": target, "stressor": stressor, "status": status, "why": why, **nothing}

@@ -41,14 +41,14 @@ def run(job: dict[str, Any]) -> None:
         torch.save(list(first), reference)
     for name in job["stressors"]:
         say(at=name)
-        found: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
+        result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
         runs = stressors_on(device.type).get(name, plain)  # of the others only where they run is different
         for number, got in enumerate(runs(target, job["repeats"]), 1):
             apart = differences(got, first)
-            found["runs"], found["differing"] = number, found["differing"] + bool(apart)
-            merge(found["tensors"], apart)
+            result["runs"], result["differing"] = number, result["differing"] + bool(apart)
+            merge(result["tensors"], apart)
             say(at=name, repeat=number)
-        say(result=found)
+        say(result=result)
     say(done=True)
 
 

@@ -18,7 +18,7 @@ def bits(x: Tensor) -> Tensor:
 
 def differences(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> dict[str, dict[str, Any]]:
     """By tensor; empty if all bits are equal."""
-    found = {}
+    apart_by_name = {}
     for name, a, b in zip(NAMES, got, want, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{name} is {tuple(a.shape)} {a.dtype} after {tuple(b.shape)} {b.dtype}")
@@ -27,22 +27,22 @@ def differences(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> dict[str, 
         if count:
             at = int(apart.flatten().to(torch.uint8).argmax())
             where = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), a.shape))
-            found[name] = {
+            apart_by_name[name] = {
                 "elements": count,
                 "first": list(where),
                 "values": [float(a[where]), float(b[where])],
                 "largest": float((a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max()),
             }
-    return found
+    return apart_by_name
 
 
 def merge(total: dict[str, dict[str, Any]], one: dict[str, dict[str, Any]]) -> None:
     """Into a sum over runs: the first coordinate stays, the largest deviation grows."""
-    for name, found in one.items():
+    for name, apart in one.items():
         if name not in total:
-            total[name] = {"runs": 1, **found}
+            total[name] = {"runs": 1, **apart}
             continue
         kept = total[name]
         kept["runs"] += 1
-        kept["elements"] = max(kept["elements"], found["elements"])
-        kept["largest"] = max(kept["largest"], found["largest"])
+        kept["elements"] = max(kept["elements"], apart["elements"])
+        kept["largest"] = max(kept["largest"], apart["largest"])

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dash_attn.api import attention
-from dash_attn.api.arguments import problem_of
+from dash_attn.api.arguments import Arguments, problem_of
 from dash_attn.backends import Operands
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.tools.bench.operands import draw
+from dash_attn.tools.bench.operands import draw_operands
 
 NEEDED, OPTIONAL = ("dout", "q", "k", "v"), ("out", "lse")
 KEYWORDS = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "scale")
@@ -28,22 +28,9 @@ class Step:
     keywords: dict[str, Any]
 
     def problem(self) -> Problem:
-        o, given = self.operands, self.keywords
-        return problem_of(
-            o.q,
-            o.k,
-            o.v,
-            causal=given.get("causal", False),
-            window=given.get("window"),
-            boundaries={name: given.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")},
-            mask=None,
-            scale=given.get("scale"),
-        )
-
-    def batched(self) -> Operands:
-        """With a batch of one where tensors are packed."""
-        packed = self.operands.q.ndim == 3
-        return Operands(*(x.unsqueeze(0) if packed else x for x in self.operands))
+        fields = {"cu_seqlens_q": "cu_q", "cu_seqlens_k": "cu_k"}
+        asked = Arguments(**{fields.get(name, name): value for name, value in self.keywords.items()})
+        return problem_of(self.operands.q, self.operands.k, self.operands.v, asked)
 
     def save(self, path: Path) -> None:
         torch.save(self.operands._asdict() | {"kwargs": self.keywords}, path)
@@ -56,7 +43,7 @@ def problem_from(shape: Mapping[str, Any]) -> Problem:
 
 def made(problem: Problem, device: torch.device) -> Step:
     """Random operands of a shape; full and causal masks."""
-    return Step(draw(problem, device), {"causal": problem.mask.is_causal, "scale": problem.scale})
+    return Step(draw_operands(problem, device), {"causal": problem.mask.is_causal, "scale": problem.scale})
 
 
 def load(path: Path, device: torch.device) -> Step:
@@ -64,20 +51,20 @@ def load(path: Path, device: torch.device) -> Step:
     if not path.is_file():
         raise ValueError(f"--step {path}: no such file")
     try:
-        found = torch.load(path, map_location=device, weights_only=True)
+        saved = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
         raise ValueError(f"--step {path}: not a file of tensors ({error})") from None
-    if not isinstance(found, dict) or set(NEEDED) - set(found):
+    if not isinstance(saved, dict) or set(NEEDED) - set(saved):
         raise ValueError(f"--step {path}: expected a dict with {', '.join(NEEDED)}, and kwargs")
-    keywords = dict(found.get("kwargs", {}))
-    unknown = [*(set(found) - {*NEEDED, *OPTIONAL, "kwargs"}), *(set(keywords) - set(KEYWORDS))]
+    keywords = dict(saved.get("kwargs", {}))
+    unknown = [*(set(saved) - {*NEEDED, *OPTIONAL, "kwargs"}), *(set(keywords) - set(KEYWORDS))]
     if unknown:
         raise ValueError(
             f"--step {path}: {', '.join(sorted(unknown))} is not known; kwargs may be {', '.join(KEYWORDS)}"
         )
-    tensors: list[Tensor] = [found[name] for name in NEEDED]
-    if all(isinstance(found.get(name), Tensor) for name in OPTIONAL):
-        tensors += [found[name] for name in OPTIONAL]
+    tensors: list[Tensor] = [saved[name] for name in NEEDED]
+    if all(isinstance(saved.get(name), Tensor) for name in OPTIONAL):
+        tensors += [saved[name] for name in OPTIONAL]
     else:
         names = {"cu_seqlens_q": "cu_seqlens"}
         with torch.no_grad():

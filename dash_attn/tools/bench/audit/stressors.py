@@ -40,8 +40,8 @@ def stream(target: Target, repeats: int) -> Iterator[Gradients]:
         side = _stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            found = target(Conditions())
-        yield _waited(found)
+            gradients = target(Conditions())
+        yield _waited(gradients)
 
 
 def graph(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -55,12 +55,12 @@ def graph(target: Target, repeats: int) -> Iterator[Gradients]:
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        found = target(Conditions())
+        gradients = target(Conditions())
     for _ in range(repeats):
-        for x in found:
+        for x in gradients:
             x.fill_(float("nan"))
         captured.replay()
-        yield _waited(found)
+        yield _waited(gradients)
 
 
 def poison(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -115,7 +115,7 @@ def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _waited(found: Gradients) -> Gradients:
-    if found[0].device.type == "cuda":
+def _waited(gradients: Gradients) -> Gradients:
+    if gradients[0].device.type == "cuda":
         torch.cuda.synchronize()
-    return found
+    return gradients

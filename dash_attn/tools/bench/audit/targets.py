@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 
-import torch
 from torch import Tensor
 
-from dash_attn import api
 from dash_attn.api.arguments import check_policy
-from dash_attn.backends import cpu
-from dash_attn.plan import placement, plan
+from dash_attn.backends import Options
+from dash_attn.prepare import prepare
 from dash_attn.tools.bench.audit.step import Step
 from dash_attn.tools.bench.peers import peer
 
@@ -49,8 +47,7 @@ def target_of(name: str, step: Step) -> Target:
     """A call for a step, or an error that says why it cannot run here."""
     kind, rest = parse(name)
     if kind in ("ours", "any"):
-        ordered = kind == "ours"
-        return _cpu(step, rest, ordered) if step.operands.q.device.type == "cpu" else _gpu(step, rest, ordered)
+        return _ours(step, rest, ordered=kind == "ours")
     if kind == "function":
         module, _, attribute = rest.partition(":")
         run = partial(getattr(import_module(module), attribute), **step.operands._asdict(), **step.keywords)
@@ -63,22 +60,19 @@ def takes_conditions(name: str) -> bool:
     return parse(name)[0] in ("ours", "any")
 
 
-def _gpu(step: Step, policy: str, ordered: bool) -> Target:
-    def run(c: Conditions) -> Gradients:
-        operands = step.operands._asdict()
-        return api.backward(**operands, **step.keywords, policy=policy, deterministic=ordered, sm_margin=c.sm_margin)
+def _ours(step: Step, policy: str, ordered: bool) -> Target:
+    problem, device = step.problem(), step.operands.q.device
 
-    return run
-
-
-def _cpu(step: Step, policy: str, ordered: bool) -> Target:
-    problem, operands = step.problem(), step.batched()
-    planned = plan(problem, cpu.tile_shape(problem), policy)
-
-    def run(c: Conditions) -> Gradients:
-        workers = max(planned.co_resident, c.workers or torch.get_num_threads())
-        how = {"order": "program", "jitter": c.jitter} if ordered else {"order": "any", "jitter": JITTER}
-        placed = placement(planned, workers)
-        return cpu.backward(problem, planned.program, placed, operands, threads=c.threads, **how)  # type: ignore[arg-type]
+    def run(conditions: Conditions) -> Gradients:
+        kernel: tuple[tuple[str, object], ...] = ()
+        if device.type == "cpu":
+            needed = prepare(problem, policy, Options(), device).plan.co_resident
+            kernel = (
+                ("threads", conditions.threads),
+                ("workers", conditions.workers and max(conditions.workers, needed)),
+                ("order", "program" if ordered else "any"),
+                ("jitter", conditions.jitter if ordered else JITTER),
+            )
+        return prepare(problem, policy, Options(ordered, conditions.sm_margin, kernel), device).backward(step.operands)
 
     return run

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import pytest
 
 from dash_attn.simulate import Machine
 from dash_attn.tools.viz import Section, chart, html, report
+from dash_attn.tools.viz.about import ABOUT
 
 
 def data(page: str) -> dict:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found is not None
-    return json.loads(found.group(1))
+    element = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert element is not None
+    return json.loads(element.group(1))
 
 
 @pytest.mark.parametrize("model", [None, Machine()])
@@ -62,6 +64,29 @@ def test_report_holds_its_sections(simulated, tmp_path: Path) -> None:
     assert "<p>First.</p><p>Second.</p>" in page
     assert '<td>fa3</td><td class="number">24.05</td><td class="number">1.00x</td>' in page
     assert page.count("<figure>") == 2
+
+
+def test_marked_rows_and_folded_tables(tmp_path: Path) -> None:
+    table = [("policy", "makespan"), ("fa3", 2.0), ("shift", 1.0)]
+    page = report(tmp_path / "a.html", [Section(table=table, best={1}, fold="All & more")]).read_text()
+    (row,) = re.findall(r'<tr class="best">(.*?)</tr>', page)
+    assert "shift" in row and "best</span>" in row and "fa3" not in row
+    assert "<summary>All &amp; more</summary>" in page
+
+
+def test_every_table_scrolls_by_itself(tmp_path: Path) -> None:
+    page = report(tmp_path / "a.html", [Section(table=[("a",), ("b",)]), Section(table=[("c",), ("d",)], fold="e")])
+    text = page.read_text()
+    assert len(re.findall(r'<div class="scroll"[^>]*><table', text)) == text.count("<table") == 2
+
+
+def test_charts_of_policies_are_explained_and_the_best_is_marked(simulated, tmp_path: Path) -> None:
+    pair = [simulated("fa3"), simulated("symmetric_shift")]
+    page = unescape(report(tmp_path / "a.html", [Section(charts=pair)]).read_text())
+    fa3, symmetric = re.findall(r"<figure>(.*?)</figure>", page, re.DOTALL)
+    assert ABOUT["fa3"].sentence in fa3 and ABOUT["symmetric_shift"].sentence in symmetric
+    assert 'class="badge"' in symmetric and 'class="badge"' not in fa3
+    assert "<a " not in fa3  # outside of the repository a link would lead nowhere
 
 
 def test_a_report_without_charts_has_no_script(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dash_attn.timeline import ROLES
-from dash_attn.tools.viz.chart import Chart, Source, charts, lanes
+from dash_attn.tools.viz.charts import Chart, Source, charts, lanes
 
 # The format counts microseconds. A model without a unit of its own reads as milliseconds.
 MICROSECONDS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}

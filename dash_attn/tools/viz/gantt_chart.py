@@ -14,11 +14,12 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from dash_attn.timeline import COMPUTE, REDUCE, STALL, Timeline
 from dash_attn.tools.viz import palette
-from dash_attn.tools.viz.chart import Chart, Source, chart, charts, lanes
+from dash_attn.tools.viz.charts import Chart, Source, chart, charts, lanes
 from dash_attn.tools.viz.palette import ColourBy, keys, swatches
 
 Label = Callable[[Timeline, str, int], str]
@@ -28,6 +29,7 @@ COMPUTE_SHARE = 0.6  # of a row, where reductions run beside it
 THIN = 6  # points; a row below this shows no reductions beside its compute
 RASTER_ABOVE = 8000  # bars; more of them make a vector file too heavy to open
 LETTER = 0.62  # width of a digit over the size of the type
+SMALLEST = 5.5  # points of type that can still be read
 
 
 def gantt(
@@ -40,7 +42,7 @@ def gantt(
 ) -> Path:
     """Draw one timeline; the ending of `path` chooses PNG or SVG, `width` is in inches.
 
-    A simulation brings its lower bound; beside a bare timeline it can be given.
+    A simulation has its own lower bound. For a bare timeline it can be given.
     """
     drawn = chart(source)
     if lower_bound is not None:
@@ -85,16 +87,16 @@ def draw(
     label: Label = q_index,
     note: str | None = None,
 ) -> None:
-    """Draw one chart into axes that already have their place in the figure; `note` replaces the facts above it."""
+    """Draw one chart into axes of a figure; `note` replaces the facts above the chart."""
     drawn = chart(source)
     line = drawn.timeline
     rows = line.workers
     axes.set(xlim=(0, (end or drawn.makespan or 1.0) * 1.005), ylim=(rows, 0))
     gap = 0.06 if _row_points(axes) > 5 else 0.0
     for row in range(rows):
-        axes.add_patch(Rectangle((0, row + gap), drawn.makespan, 1 - 2 * gap, color=palette.IDLE, lw=0))
+        axes.add_patch(Rectangle((0, row + gap), drawn.makespan, 1 - 2 * gap, color=palette.BUBBLE, lw=0))
     _bars(axes, line, colour, gap)
-    _labels(axes, line, colour, label)
+    _labels(axes, drawn, colour, label)
     axes.axvline(drawn.makespan, color=palette.INK, lw=1.6, clip_on=False)
     if drawn.lower_bound is not None:
         axes.axvline(drawn.lower_bound, color=palette.INK, lw=1.1, ls=(0, (3, 2)), clip_on=False)
@@ -115,7 +117,7 @@ def _bands(line: Timeline, gap: float, thin: bool) -> tuple[np.ndarray, np.ndarr
 
 
 def _bars(axes: Axes, line: Timeline, colour: ColourBy, gap: float) -> None:
-    # In thin rows, reductions beside the compute would only be noise; stalls are what one looks for.
+    # In thin rows, reductions beside the compute would only be noise; a reader looks for stalls.
     thin = line.overlapping and _row_points(axes) < THIN
     top, bottom = _bands(line, gap, thin)
     key = keys(line.names, colour)
@@ -137,25 +139,34 @@ def _bars(axes: Axes, line: Timeline, colour: ColourBy, gap: float) -> None:
         axes.add_collection(bars, autolim=False)
 
 
-def _labels(axes: Axes, line: Timeline, colour: ColourBy, label: Label) -> None:
-    """Names in the bars, each as large as its bar allows; where type would be too small, none."""
-    points = _points_per_unit(axes)
-    largest = min(9.0, _row_points(axes) * (COMPUTE_SHARE if line.overlapping else 1.0) * 0.62)
-    if largest < 4.5:
+def _labels(axes: Axes, drawn: Chart, colour: ColourBy, label: Label) -> None:
+    """Names in the bars, all in one size. A bar that is too small for the longest name has none."""
+    line = drawn.timeline
+    ends = [drawn.makespan, drawn.makespan if drawn.lower_bound is None else drawn.lower_bound]
+    texts = [label(line, event.role, event.task) for event in line]
+    longest = LETTER * max(map(len, texts), default=0)
+    if not longest:
+        return
+    points = 0.9 * _points_per_unit(axes)
+    spans = [event.end - event.begin for event, text in zip(line, texts, strict=True) if text]
+    tallest = _row_points(axes) * (COMPUTE_SHARE if line.overlapping else 1.0) * 0.62
+    size = min(9.0, tallest, float(np.median(spans)) * points / longest)
+    if size < SMALLEST:
         return
     key = keys(line.names, colour)
     fill = swatches(int(key.max(initial=0)) + 1, colour)
     middle = (COMPUTE_SHARE + 0.06) / 2 if line.overlapping else 0.5
-    for event in line:
-        text = label(line, event.role, event.task)
-        size = min(largest, (event.end - event.begin) * points * 0.9 / (LETTER * max(len(text), 1)))
-        if not text or size < 4.5:
+    for event, text in zip(line, texts, strict=True):
+        if not text or (event.end - event.begin) * points < size * longest:
             continue
         ground = fill[key[event.task]] * (palette.REDUCE_SHADE if event.role == "reduce" else 1.0)
+        # A line at the end of something must not read as a digit.
+        crossed = any(event.begin < end < event.end for end in ends)
         axes.text(
             (event.begin + event.end) / 2,
             event.worker + middle,
             text,
+            path_effects=[withStroke(linewidth=3, foreground=ground)] if crossed else [],
             ha="center",
             va="center_baseline",
             size=size,
@@ -182,15 +193,15 @@ def _frame(axes: Axes, drawn: Chart, note: str | None) -> None:
 
 
 def legend(figure: Figure, drawn: Sequence[Chart], colour: ColourBy) -> None:
-    """Along the bottom: what bars and lines mean, and the colours of the keys."""
+    """The meaning of bars and lines, and the colours of the keys, along the bottom."""
     key = max(int(keys(c.timeline.names, colour).max(initial=0)) + 1 for c in drawn)
     sample = palette.rgb(palette.RAMP[1])
-    idle = "idle, prologue, epilogue" if any(c.timeline.overlapping for c in drawn) else "idle"
+    rest = "bubble, prologue, epilogue" if any(c.timeline.overlapping for c in drawn) else "bubble"
     handles: list[Patch | Line2D] = [
         Patch(color=sample, lw=0, label="compute"),
         Patch(color=sample * palette.REDUCE_SHADE, lw=0, label="reduce"),
-        Patch(fc=palette.STALL_PALE, ec=palette.STALL, hatch="//////", lw=0, label="stall (waits its turn)"),
-        Patch(color=palette.IDLE, lw=0, label=idle),
+        Patch(fc=palette.STALL_PALE, ec=palette.STALL, hatch="//////", lw=0, label="stall"),
+        Patch(color=palette.BUBBLE, lw=0, label=rest),
         Line2D([], [], color=palette.INK, lw=1.6, label="makespan"),
     ]
     if any(c.lower_bound is not None for c in drawn):
@@ -236,7 +247,7 @@ def _points_per_unit(axes: Axes) -> float:
 
 
 def rows_height(workers: int) -> float:
-    """Inches for so many rows: comfortable when few, still told apart when 132."""
+    """The height of the rows in inches: comfortable for a few, still told apart for 132."""
     return min(max(0.055, min(0.27, 3.4 / workers)) * workers, 9.0)
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dash_attn.problem import CAUSAL, FULL
 from dash_attn.tools.viz import FIGURES, figures
-from dash_attn.tools.viz.figures import program, steps
+from dash_attn.tools.viz.paper_figures import program, steps
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "figures"
 

@@ -10,7 +10,7 @@ import pytest
 
 from dash_attn.simulate import Machine
 from dash_attn.tools.viz import chart, palette
-from dash_attn.tools.viz.chart import lanes
+from dash_attn.tools.viz.charts import best, lanes
 
 
 def test_a_simulation_brings_its_numbers(simulated) -> None:
@@ -27,8 +27,26 @@ def test_a_bare_timeline_counts_its_own(simulated) -> None:
     assert drawn.lower_bound is None
     assert drawn.makespan == pytest.approx(simulation.makespan)
     assert drawn.stall == pytest.approx(simulation.stall)
-    assert drawn.idle == pytest.approx(simulation.bubble)
-    assert [name for name, _ in drawn.facts()] == ["makespan", "stalls", "idle"]
+    assert drawn.bubble == pytest.approx(simulation.bubble)
+    assert [name for name, _ in drawn.facts()] == ["makespan", "stall", "bubble"]
+
+
+def test_stalls_and_bubbles_are_shares_of_the_workers_time(simulated) -> None:
+    simulation = simulated("fa3", n=8)
+    whole = 8 * simulation.makespan
+    facts = dict(chart(simulation).facts())
+    assert facts["stall"] == f"{100 * simulation.stall / whole:.1f}%" != "0.0%"
+    assert facts["bubble"] == f"{100 * simulation.bubble / whole:.1f}%" != facts["stall"]
+
+
+def test_the_shortest_makespans_are_best(simulated) -> None:
+    drawn = [chart(simulated(policy, n=8)) for policy in ("fa3", "symmetric_shift", "descending", "level")]
+    shortest = min(each.makespan for each in drawn)
+    assert best(drawn) == {i for i, each in enumerate(drawn) if each.makespan == pytest.approx(shortest)}
+    assert 0 not in best(drawn)
+    assert best(drawn[:1]) == set()  # nothing to compare
+    assert best([drawn[0], drawn[0]]) == set()  # one policy, measured and simulated
+    assert best([*drawn, chart(simulated("fa3").timeline)]) == set()  # a policy is unknown
 
 
 def test_a_title_can_be_given(simulated) -> None:

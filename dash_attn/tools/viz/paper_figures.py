@@ -20,9 +20,9 @@ from dash_attn.simulate import CLOSED_FORMS, Paper, Simulation, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.timeline import Timeline
 from dash_attn.tools.viz import palette
-from dash_attn.tools.viz.chart import Chart, chart
-from dash_attn.tools.viz.gantt import canvas, draw, legend, panel, save, stack
-from dash_attn.tools.viz.graphs import chain_graph, edge, task_graph
+from dash_attn.tools.viz.charts import Chart, chart
+from dash_attn.tools.viz.gantt_chart import canvas, draw, legend, panel, save, stack
+from dash_attn.tools.viz.graphs import Stroke, chain_graph, edge, task_graph
 from dash_attn.tools.viz.palette import ColourBy
 
 COMPUTE, REDUCE = 1.0, 0.35
@@ -66,7 +66,8 @@ def naive() -> Figure:
     draw(left, chart(simulation, "naive order, 2 x 2 tiles"), label=label, note=f"makespan {simulation.makespan:.5g}")
     for event in line:
         if event.role == "stall":
-            edge(left, (event.end, event.worker - 0.3), (event.end, event.worker + 0.3), palette.STALL, 2.0, shrink=0)
+            stroke = Stroke(palette.STALL, 2.0, shrink=0)
+            edge(left, (event.end, event.worker - 0.3), (event.end, event.worker + 0.3), stroke)
     task_graph(panel(figure, (5.95, 0.42, 4.85, 1.7)), simulation)
     legend(figure, [chart(simulation)], "q")
     return figure
@@ -169,7 +170,7 @@ def before_after() -> Figure:
 def table(axes: Axes, values: np.ndarray, title: str, colours: np.ndarray) -> None:
     """Rows are q tiles, columns kv tiles; masked cells (-1) stay blank."""
     for (row, column), value in np.ndenumerate(values):
-        ground = colours[row, column] if value >= 0 else palette.rgb(palette.IDLE)
+        ground = colours[row, column] if value >= 0 else palette.rgb(palette.BUBBLE)
         axes.add_patch(Rectangle((column, row), 1, 1, fc=ground, ec=palette.PAPER, lw=1.5))
         if value >= 0:
             axes.text(

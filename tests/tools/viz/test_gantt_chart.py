@@ -12,7 +12,8 @@ from PIL import Image
 import dash_attn.tools.viz
 from dash_attn.simulate import Machine
 from dash_attn.timeline import Timeline
-from dash_attn.tools.viz import compare, gantt, palette
+from dash_attn.tools.viz import chart, compare, gantt, palette
+from dash_attn.tools.viz.gantt_chart import stack
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -24,12 +25,12 @@ def share(image: np.ndarray, colour: str) -> float:
     return float((np.abs(image - 255 * palette.rgb(colour)).sum(-1) < 12).mean())
 
 
-def test_png_shows_bars_stalls_and_idle_time(simulated, tmp_path: Path) -> None:
+def test_png_shows_bars_stalls_and_bubbles(simulated, tmp_path: Path) -> None:
     image = pixels(gantt(simulated("fa3", n=8), tmp_path / "a.png"))
     assert share(image, palette.RAMP[0]) > 0.005
     assert share(image, palette.RAMP[-1]) > 0.005
     assert share(image, palette.STALL) > 0.01
-    assert share(image, palette.IDLE) > 0.01
+    assert share(image, palette.BUBBLE) > 0.01
 
 
 def test_no_stall_is_drawn_where_there_is_none(simulated, tmp_path: Path) -> None:
@@ -68,6 +69,16 @@ def test_many_events_stay_small_as_svg(simulated, tmp_path: Path) -> None:
     simulation = simulated("symmetric_shift", n=64, heads=4, workers=64, model=Machine())
     assert len(simulation.timeline) > 15_000
     assert gantt(simulation, tmp_path / "a.svg").stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize(("width", "drawn"), [(11.0, set(range(12))), (4.0, set())])
+def test_numbers_in_bars_are_all_there_or_none_is(simulated, width: float, drawn: set[int]) -> None:
+    """12 q tiles: numbers of one and of two digits."""
+    figure = stack([chart(simulated("fa3", n=12))], width=width)
+    figure.canvas.draw()
+    texts = figure.axes[0].texts
+    assert {int(text.get_text()) for text in texts} == drawn
+    assert len({text.get_size() for text in texts}) <= 1
 
 
 def test_a_bare_timeline_takes_a_bound(simulated, tmp_path: Path) -> None:

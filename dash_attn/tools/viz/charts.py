@@ -1,4 +1,4 @@
-"""What every picture starts from: a timeline, what is written beside it, and the lane of each event."""
+"""The facts that every picture starts from: a timeline, the numbers beside it, and the lane of each event."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from dash_attn.timeline.timeline import Longs
 
 @dataclass(frozen=True, eq=False)
 class Chart:
-    """A timeline and the numbers written beside it; `stall` and `idle` are sums over the workers.
+    """A timeline and the numbers written beside it. `stall` and `bubble` are sums over the workers.
 
-    A simulation may end after its last event (a chain's epilogue is no event), so it brings its own makespan.
+    A simulation can end after its last event, because the epilogue of a chain is no event. So a chart has its own
+    makespan. `policy` names the policy that ordered the tasks, where it is known.
     """
 
     timeline: Timeline
     title: str
     makespan: float
     stall: float
-    idle: float
+    bubble: float
     lower_bound: float | None = None
+    policy: str = ""
 
     def facts(self) -> list[tuple[str, str]]:
-        """The numbers, by name."""
-        unit, whole = self.timeline.unit, self.timeline.workers * self.makespan
+        """The numbers, by name. Stalls and bubbles are shares of the time of all workers."""
+        unit, whole = self.timeline.unit, self.timeline.workers * self.makespan or 1.0
+        # A worker goes on while its writer waits, so such a stall is no part of the worker's time.
+        stall = "stall beside compute" if self.timeline.overlapping else "stall"
         bound = [] if self.lower_bound is None else [("lower bound", f"{self.lower_bound:.5g} {unit}")]
         return [
             ("makespan", f"{self.makespan:.5g} {unit}"),
             *bound,
-            ("stalls", f"{self.stall:.4g} {unit}"),
-            ("idle", f"{100 * self.idle / whole if whole else 0:.1f} %"),
+            (stall, f"{self.stall / whole:.1%}"),
+            ("bubble", f"{self.bubble / whole:.1%}"),
         ]
 
 
@@ -46,11 +50,11 @@ def chart(source: Source, title: str | None = None) -> Chart:
     if isinstance(source, Chart):
         return source if title is None else replace(source, title=title)
     if isinstance(source, Simulation):
-        line = source.timeline
-        return Chart(line, title or line.title, source.makespan, source.stall, source.bubble, source.lower_bound)
-    own = source.total("compute") if source.overlapping else float((source.end - source.begin).sum())
-    idle = max(0.0, source.workers * source.makespan - own)
-    return Chart(source, title or source.title, source.makespan, source.total("stall"), idle)
+        line, sums = source.timeline, (source.makespan, source.stall, source.bubble)
+        return Chart(line, title or line.title, *sums, source.lower_bound, source.program.policy)
+    busy = source.total("compute") if source.overlapping else float((source.end - source.begin).sum())
+    bubble = max(0.0, source.workers * source.makespan - busy)
+    return Chart(source, title or source.title, source.makespan, source.total("stall"), bubble)
 
 
 def charts(sources: Source | Sequence[Source]) -> list[Chart]:
@@ -58,9 +62,21 @@ def charts(sources: Source | Sequence[Source]) -> list[Chart]:
     return [chart(source) for source in (sources if isinstance(sources, Sequence) else [sources])]
 
 
+def best(drawn: Sequence[Chart]) -> set[int]:
+    """The places of the charts with the shortest makespan. Nothing is best unless all policies are known and differ."""
+    names = [each.policy for each in drawn]
+    if len(drawn) < 2 or not all(names) or len(set(names)) < len(names):
+        return set()
+    shortest = min(each.makespan for each in drawn)
+    return {i for i, each in enumerate(drawn) if each.makespan <= shortest * (1 + 1e-9)}
+
+
 def lanes(timeline: Timeline) -> Longs:
-    """Lane of each event in its worker's row, so that no two events of a lane overlap: 0 is the worker itself;
-    where reductions run beside its compute they get lanes of their own, as few as will do."""
+    """Lane of each event in its worker's row. No two events of a lane overlap.
+
+    Lane 0 is the worker itself. Where reductions run beside its compute they have lanes of their own, as few as
+    possible.
+    """
     lane = np.zeros(len(timeline), np.int64)
     if not timeline.overlapping:
         return lane

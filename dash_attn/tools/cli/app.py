@@ -1,0 +1,100 @@
+"""The application, and the one way in which a command is added to it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+Command = Callable[..., None]
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Deterministic attention for training: orders as data, verified, simulated, drawn, run.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON value on standard output")]
+
+
+class FileProblem(Exception):
+    """A file that cannot be read or does not hold what it should: exit status 1."""
+
+
+def command(name: str, **defaults: object) -> Callable[[Command], Command]:
+    """Add a command. A parameter whose type is a dataclass stands for one option a field, so that commands share the
+    definition of their options. `defaults` replaces the default of an option for this command."""
+
+    def register(function: Command) -> Command:
+        hints = get_type_hints(function, include_extras=True)
+        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        options: list[Parameter] = []
+        for parameter in signature(function).parameters.values():
+            if parameter.name in groups:
+                options += _options(groups[parameter.name])
+            else:
+                options.append(_option(parameter.name, hints[parameter.name], parameter.default))
+        assert defaults.keys() <= {option.name for option in options}, f"{name} has no option for some of {defaults}"
+
+        def call(**given: Any) -> None:
+            for group, kind in groups.items():
+                given[group] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            function(**given)
+
+        chosen = [option.replace(default=defaults.get(option.name, option.default)) for option in options]
+        call.__signature__ = Signature(chosen)  # type: ignore[attr-defined]
+        call.__annotations__ = {option.name: option.annotation for option in chosen}
+        call.__doc__ = function.__doc__
+        # A short help that is given is not cut to the width of the terminal.
+        app.command(name, short_help=(function.__doc__ or "").partition("\n")[0])(call)
+        return function
+
+    return register
+
+
+def _options(kind: Any) -> list[Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [_option(field.name, hints[field.name], _default(field)) for field in fields(kind)]
+
+
+def _option(name: str, hint: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+
+
+def _default(field: Field[Any]) -> Any:
+    return Parameter.empty if field.default is MISSING else field.default
+
+
+def emit(value: Any) -> None:
+    """Print a value for programs."""
+    typer.echo(json.dumps(value))
+
+
+def wrote(paths: Sequence[Path | None]) -> None:
+    """Name the files that were written."""
+    for path in paths:
+        if path is not None:
+            typer.echo(f"wrote {path}")
+
+
+@contextmanager
+def reading(paths: Sequence[Path]) -> Iterator[None]:
+    """Around the reading of files: a missing one is a wrong argument, a broken one a FileProblem."""
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"no such file: {path}")
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, OSError, zipfile.BadZipFile, zlib.error) as error:
+        named = ", ".join(map(str, paths))
+        text = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__} {error}"
+        raise FileProblem(text if named in text else f"{named}: cannot be read: {text}") from error

@@ -1,0 +1,80 @@
+"""dash-attn explain: what a call would run, as `dash_attn.explain` says it, and how long the model thinks it takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from dash_attn.simulate import Paper, lower_bounds, simulate
+from dash_attn.tools.cli.app import Json, command, emit
+from dash_attn.tools.cli.tables import console, fact_table, working
+from dash_attn.tools.cli.workload import (
+    PolicyOption,
+    ProblemOptions,
+    WorkersOption,
+    backend_named,
+    check_workers,
+    h200_of,
+)
+
+DRAWN_TASKS = 20_000  # of a program whose critical path is looked for: the graph has a node a phase
+
+
+@command("explain", seqlen=4096, heads=16)
+def explain(
+    problem: ProblemOptions, policy: PolicyOption = "auto", workers: WorkersOption = None, as_json: Json = False
+) -> None:
+    """What would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""
+    check_workers(workers)
+    with working("planning and simulating"):
+        facts = explained(problem, policy, workers)
+    if as_json:
+        emit(facts)
+        return
+    title = f"{problem.batch} x {problem.seqlen} tokens, {problem.heads} heads, head dim {problem.head_dim}"
+    console().print(fact_table({name: brief(value) for name, value in facts.items()}, title))
+
+
+def brief(value: Any) -> object:
+    """A fact for people: few digits, the ends of a long list."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {brief(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join([*value[:3], "...", *value[-1:]] if len(value) > 4 else value)
+    return value
+
+
+def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict[str, Any]:
+    """The fields of `dash_attn.explain`, the size of the program, and on Hopper the model's time."""
+    from dash_attn.api.explain import explanation
+    from dash_attn.backends import Options
+    from dash_attn.prepare import Prepared
+    from dash_attn.tools.cli.absent import UNKNOWN
+
+    problem, backend = options.problem(), backend_named(options.backend)
+    prepared = Prepared(problem, policy, Options(), backend)
+    said = explanation(prepared)
+    if UNKNOWN in (said.forward, said.software):
+        said = replace(said, identity=UNKNOWN)
+    program, count = prepared.plan.program, workers or said.workers
+    facts = asdict(said) | {
+        "tile": str(said.tile),
+        "workers": count,
+        "chains": len(program.chains),
+        "runs": len(program.runs),
+        "program_bytes": program.nbytes,
+    }
+    placement = prepared.plan.verified.on(count).placement
+    if backend.name == "sm90":
+        result = simulate(program, count, h200_of(problem), placement=placement, record=False)
+        facts |= {"makespan_us": result.makespan, "gap": result.gap}
+        facts["lower_bounds_us"] = lower_bounds(program, count, result.model)
+    if program.num_tasks <= DRAWN_TASKS:
+        from dash_attn.tools.dag import dag, depth_monotone
+
+        facts["keeps_critical_path"] = depth_monotone(program)
+        path = dag(program, placement, Paper()).critical_path()
+        facts["critical_path"] = [str(phase) for phase in path]
+    return facts

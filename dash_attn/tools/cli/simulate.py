@@ -1,0 +1,102 @@
+"""dash-attn simulate and compare: orders in a model of time."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from dash_attn.order import applicable
+from dash_attn.program import save
+from dash_attn.simulate import Simulation, simulate
+from dash_attn.tools.cli.app import Json, command, emit, wrote
+from dash_attn.tools.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row, working
+from dash_attn.tools.cli.workload import (
+    ModelOptions,
+    PoliciesOption,
+    PolicyOption,
+    ProblemOptions,
+    TileOptions,
+    Workload,
+    parse_names,
+)
+from dash_attn.verify import verify
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """Files to write of one simulation."""
+
+    save: Annotated[Path | None, Option("--save", help="write the program to this file")] = None
+    gantt: Annotated[Path | None, Option("--gantt", help="draw the timeline: a .png or .svg file")] = None
+    html: Annotated[Path | None, Option("--html", help="draw the timeline: an interactive page")] = None
+    perfetto: Annotated[Path | None, Option("--perfetto", help="write a trace for ui.perfetto.dev")] = None
+
+    def draw(self, result: Simulation) -> None:
+        from dash_attn.tools import viz  # matplotlib takes a second to import
+
+        if self.gantt is not None:
+            viz.gantt(result, self.gantt)
+        if self.html is not None:
+            viz.html([result], self.html)
+        if self.perfetto is not None:
+            viz.perfetto(result, self.perfetto)
+
+
+@command("simulate", mask="full")
+def simulate_command(
+    problem: ProblemOptions,
+    tiles: TileOptions,
+    model: ModelOptions,
+    out: OutputOptions,
+    policy: PolicyOption = "auto",
+    as_json: Json = False,
+) -> None:
+    """Run one order in a model of time: makespan, lower bound, bubbles, stalls."""
+    workload = Workload(problem, tiles)
+    count, chosen = workload.workers(model.workers), workload.model(model)
+    drawn = any((out.gantt, out.html, out.perfetto))
+    with working("planning and simulating"):
+        program = workload.program(policy)
+        placed = verify(program).on(count)
+        result = simulate(program, count, chosen, placement=placed.placement, record=drawn)
+        row = simulation_row(result, placed.co_resident)
+    if out.save is not None:
+        save(program, out.save)
+    if drawn:
+        out.draw(result)
+    if as_json:
+        emit(row)
+        return
+    console().print(fact_table(row, f"{program.policy} on {program.mask}, {result.model.name} model"))
+    wrote(astuple(out))
+
+
+@command("compare", heads=4)
+def compare(
+    problem: ProblemOptions,
+    tiles: TileOptions,
+    model: ModelOptions,
+    policy: PoliciesOption = None,
+    html: Annotated[Path | None, Option("--html", help="draw every timeline: an interactive page")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run several orders in a model of time, side by side."""
+    workload = Workload(problem, tiles)
+    count, chosen = workload.workers(model.workers), workload.model(model)
+    with working("planning and simulating"):
+        names = applicable(workload.tiling()) if policy is None else parse_names(policy)
+        programs = [verify(workload.program(name)) for name in names]
+        rows, results = policy_rows(programs, count, chosen, record=html is not None)
+    if html is not None:
+        from dash_attn.tools import viz
+
+        viz.html(results, html)
+    if as_json:
+        emit(rows)
+        return
+    size = f"{problem.heads} heads, {count} workers, {chosen.name} model"
+    console().print(policy_table(rows, f"{programs[0].program.mask} mask, {size}"))
+    wrote([html])

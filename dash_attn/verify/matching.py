@@ -1,0 +1,33 @@
+"""A program belongs to one problem: `matches` compares the two before the program runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+
+from dash_attn.problem import Problem
+from dash_attn.program import Geometry, Program
+from dash_attn.tiling import TileShape, TileState, tile
+from dash_attn.verify.checks import VerifyError, tile_states
+
+
+def matches(program: Program, problem: Problem, shape: TileShape) -> None:
+    """VerifyError names the first thing in which the program is not one for this problem cut into these tiles.
+
+    `verify` takes the program's tile table as the statement of what must be done. This function compares that
+    statement with the problem: sizes, tile shape, and the state of every tile.
+    """
+    expected = Geometry(problem.batch, problem.heads_kv, problem.group, problem.len_q, problem.len_k, shape.m, shape.n)
+    for name, number in asdict(expected).items():
+        given = getattr(program.geometry, name)
+        if given != number:
+            raise VerifyError(f"the program is for another problem: its {name} is {given}, the problem's is {number}")
+    stated, needed = tile_states(program)[0], tile(problem, shape).state
+    differing = np.argwhere(stated != needed)
+    if len(differing):
+        kv, q = differing[0].tolist()
+        states = [TileState(int(each[kv, q])).name.lower() for each in (stated, needed)]
+        raise VerifyError(
+            f"the program is for another mask: q tile {q}, kv tile {kv} is {states[0]}, the problem's is {states[1]}"
+        )

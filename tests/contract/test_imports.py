@@ -1,0 +1,61 @@
+"""What an import loads, and how long it takes: users of `attention` do not pay for the tools."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from dash_attn.tools import EXTRA
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("numba", *EXTRA, "transformers", "scipy", "pandas", "cutlass", "tvm_ffi", "flash_attn", "triton")
+LIMIT = 0.15  # seconds that dash_attn may add to the import of torch
+
+LOADED = f"""
+import json, sys
+import torch
+HEAVY = {HEAVY!r}
+before = set(sys.modules)
+def added():
+    return [name for name in HEAVY if name in sys.modules and name not in before]
+seen = []
+import dash_attn
+seen.append(added())
+dash_attn.attention, dash_attn.backward, dash_attn.explain, dash_attn.flash_attn_func
+seen.append(added())
+q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+dash_attn.attention(q, k, v, causal=True).sum().backward()
+seen.append(added())
+print(json.dumps(seen))
+"""
+
+TIMED = """
+import time
+import torch
+before = time.process_time()
+import dash_attn
+dash_attn.attention
+print(time.process_time() - before)
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout
+
+
+def test_an_import_loads_nothing_heavy_and_a_backward_only_numba() -> None:
+    assert json.loads(run(LOADED)) == [[], [], ["numba"]]
+
+
+def test_the_package_adds_little_to_the_import_of_torch() -> None:
+    fastest = min(float(run(TIMED)) for _ in range(5))
+    assert fastest <= LIMIT, f"{fastest:.3f} s of processor time"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = f"import sys, dash_attn.tools.cli.main; print([x for x in ('torch', *{HEAVY}) if x in sys.modules])"
+    assert ast.literal_eval(run(code)) == ["rich", "typer"]

@@ -1,0 +1,89 @@
+"""dash-attn explain names what the kernel runs, and so does every command that is given the same problem."""
+
+import json
+
+import pytest
+import torch
+
+import dash_attn
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.backends.sm90.backend import Sm90Backend
+from dash_attn.plan import plan
+from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.tools.cli.main import main
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    return out
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+MASKS = {
+    "full": (["--mask", "full"], FULL),
+    "causal": (["--mask", "causal"], CAUSAL),
+    "window": (["--mask", "causal", "--window", "300,-1"], CAUSAL & window(300, None)),
+    "documents": (["--mask", "causal-documents:300,724"], documents([0, 300, 1024], causal=True)),
+}
+
+
+@pytest.mark.parametrize("dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_tile_and_fingerprint_are_those_that_the_kernel_runs(capsys, dim, mask):
+    words, value = MASKS[mask]
+    sizes = ["--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 1024, "--head-dim", dim, *words, "--json"]
+    problem = Problem(2, 4, 2, 1024, 1024, dim, mask=value)
+    shape = Sm90Backend(torch.device("cuda")).tile_shape(problem)
+    planned = plan(problem, shape, "auto")
+    said = json.loads(run(capsys, "explain", *sizes))
+    assert said["tile"] == str(shape) == ("128x128" if dim <= 64 else "64x128")
+    assert said["fingerprint"] == planned.fingerprint
+    assert (said["policy"], said["tasks"]) == (planned.program.policy, planned.program.num_tasks)
+    assert json.loads(run(capsys, "simulate", *sizes))["fingerprint"] == planned.fingerprint
+    (row,) = json.loads(run(capsys, "compare", *sizes, "--policy", "auto"))
+    assert row["fingerprint"] == planned.fingerprint
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_on_the_cpu_it_says_what_the_function_says(capsys, dim):
+    q, k = torch.zeros(2, 700, 4, dim), torch.zeros(2, 700, 2, dim)
+    expected = dash_attn.explain(q, k, k, causal=True, policy="fa3")
+    sizes = ["--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 700, "--head-dim", dim]
+    said = json.loads(run(capsys, "explain", "--backend", "cpu", *sizes, "--policy", "fa3", "--json"))
+    for name in ("backend", "forward", "fingerprint", "identity", "workspace_bytes", "software", "reason"):
+        assert said[name] == getattr(expected, name), name
+    assert said["tile"] == str(CpuBackend().tile_shape(Problem(2, 4, 2, 700, 700, dim, "float32", mask=CAUSAL)))
+    assert "makespan_us" not in said  # the machine model is one of a GPU
+
+
+def test_what_only_the_gpu_knows_is_unknown(capsys):
+    said = json.loads(run(capsys, "explain", "--seqlen", 1024, "--json"))
+    unknown = {name for name, value in said.items() if str(value).startswith("unknown")}
+    assert unknown == {"forward", "software", "identity"}
+    assert said["workers"] == 132 and said["workspace_bytes"] > 0 and said["backend"] == "sm90"
+
+
+def test_the_model_is_that_of_the_head_dim(capsys):
+    sizes = ["--seqlen", 4096, "--heads", 16, "--json"]
+    makespans = {
+        dim: json.loads(run(capsys, "simulate", *sizes, "--head-dim", dim, "--mask", "causal", "--model", "h200"))
+        for dim in (64, 128)
+    }
+    assert makespans[64]["makespan"] < 0.7 * makespans[128]["makespan"]
+    said = json.loads(run(capsys, "explain", *sizes, "--head-dim", 64))
+    assert said["makespan_us"] == makespans[64]["makespan"] >= max(said["lower_bounds_us"].values())
+
+
+def test_the_critical_path_is_named(capsys):
+    sizes = ["--seqlen", 1024, "--heads", 2]
+    said = json.loads(run(capsys, "explain", *sizes, "--json"))
+    assert said["critical_path"][0].startswith("C(batch 0") and said["co_resident"] <= 64
+    shown = run(capsys, "explain", *sizes)
+    assert said["fingerprint"] in shown and "head dim 128" in shown

@@ -1,0 +1,85 @@
+"""The help texts: nothing is cut at 80 columns, and a word means the same in every command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+
+from dash_attn.tools.bench.suites import SUITES
+from dash_attn.tools.cli.main import app, main
+
+GROUP: Any = typer.main.get_command(app)
+COMMANDS: dict[str, Any] = GROUP.commands
+# Commands whose answer a script may want to read. A demo is for people.
+FOR_SCRIPTS = COMMANDS.keys() - {"demo"}
+
+
+def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def squeezed(text: str) -> str:
+    """Without white space: lines may break anywhere."""
+    return re.sub(r"\s", "", text)
+
+
+def options() -> Iterator[tuple[str, Any]]:
+    for name, command in COMMANDS.items():
+        for parameter in command.params:
+            yield name, parameter
+
+
+def test_the_list_of_commands_is_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = help_of(capsys, monkeypatch)
+    for name, command in COMMANDS.items():
+        assert squeezed(f"{name} {command.help.partition(chr(10))[0]}") in squeezed(shown), name
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_text_is_cut(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = help_of(capsys, monkeypatch, name)
+    assert squeezed(COMMANDS[name].help) in squeezed(shown)
+    for parameter in COMMANDS[name].params:
+        assert parameter.help, f"{name}: {parameter.name} has no help text"
+        assert squeezed(parameter.help) in squeezed(shown), parameter.name
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_word_means_the_same_in_every_command() -> None:
+    """Commands that take an option of the same name take it from one definition. A command that runs several shapes
+    at once says how to give several."""
+    shared = ("window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend", "workers", "model")
+    seen: dict[str, set[tuple[Any, ...]]] = {}
+    for name, option in options():
+        if option.name in (*shared, "q_tiles", "kv_tiles") and (name, option.name) != ("verify", "workers"):
+            meaning = option.help.removesuffix("; several with commas")
+            seen.setdefault(option.name, set()).add((tuple(option.opts), meaning))
+    assert seen.keys() >= set(shared)
+    assert all(len(meanings) == 1 for meanings in seen.values()), seen
+
+
+def test_every_suite_is_named() -> None:
+    (suite,) = [option for name, option in options() if (name, option.name) == ("bench", "suite")]
+    assert squeezed(", ".join(SUITES)) in squeezed(suite.help)
+
+
+def test_options_are_spelled_alike() -> None:
+    spelled = {spelling for _, option in options() for spelling in option.opts if spelling.startswith("-")}
+    assert {"--head-dim", "--kv-heads", "--heads", "--seqlen", "--batch", "--mask", "--window", "--policy"} <= spelled
+    others = {"--headdim", "--nheads", "--nheads-kv", "--batch-size", "--causal", "--policies", "--tile", "--width"}
+    assert not spelled & others
+    assert all(spelling == spelling.lower() and "_" not in spelling for spelling in spelled)
+
+
+@pytest.mark.parametrize("name", sorted(FOR_SCRIPTS))
+def test_scripts_can_ask_for_json(name: str) -> None:
+    assert "--json" in {spelling for option in COMMANDS[name].params for spelling in option.opts}
