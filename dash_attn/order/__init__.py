@@ -1,6 +1,6 @@
 """Which tile is visited when, and in which turn it adds: what fixes the bits."""
 
-from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, parse
+from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, parse, resolve
 from dash_attn.order.types import Choice, Order, Rounds, Template
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "arrange",
     "choose",
     "parse",
+    "resolve",
 ]

@@ -268,14 +268,20 @@ def parse(text: str) -> Choice:
     return Choice(name, int(width) if width else None, by_head)
 
 
+def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
+    """The policy by its own name: what `auto` means for this tiling, and other policies as they are."""
+    choice = parse(policy) if isinstance(policy, str) else policy
+    if choice.policy != "auto":
+        return choice
+    if choice.width is not None:
+        raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
+    return replace(choose(tiling.by_head() if choice.by_head else tiling), by_head=choice.by_head)
+
+
 def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
     """Order a tiling by a policy: its name, 'name:width', or 'auto', each with '@head' behind it or not."""
-    choice = parse(policy) if isinstance(policy, str) else policy
+    choice = resolve(tiling, policy)
     tiling = tiling.by_head() if choice.by_head else tiling
-    if choice.policy == "auto":
-        if choice.width is not None:
-            raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
-        choice = replace(choose(tiling), by_head=choice.by_head)
     if choice.policy not in POLICIES:
         raise ValueError(f"unknown policy {choice.policy!r}: choose from auto, {', '.join(POLICIES)}")
     rule = POLICIES[choice.policy]

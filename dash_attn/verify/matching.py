@@ -18,7 +18,10 @@ def matches(program: Program, problem: Problem, shape: TileShape) -> None:
     `verify` takes the program's tile table as the statement of what must be done. This function compares that
     statement with the problem: sizes, tile shape, and the state of every tile.
     """
-    expected = Geometry(problem.batch, problem.heads_kv, problem.group, problem.len_q, problem.len_k, shape.m, shape.n)
+    heads, group = problem.heads_kv, problem.group
+    share = group if program.geometry.share > 1 else 1  # q heads that are panels of their own
+    sizes = (problem.len_q, problem.len_k, shape.m, shape.n)
+    expected = Geometry(problem.batch, heads * share, group // share, *sizes, share)
     for name, number in asdict(expected).items():
         given = getattr(program.geometry, name)
         if given != number:

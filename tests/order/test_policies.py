@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn.launch import compose
-from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Order, Template, applicable, arrange, choose, parse
+from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Order, Template, applicable, arrange, choose, parse, resolve
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
@@ -395,3 +395,27 @@ def test_fold_begins_every_round_together(n: int, group: int, heads_kv: int) -> 
     workers = n // (2 * max(1, n // 256))
     result = simulate(program, workers, Paper(1, 0.25), record=False)
     assert result.makespan == 1.25 * len(program.expand().q) / workers
+
+
+def test_heads_ordered_by_themselves() -> None:
+    """Each q head of a group has the order that it would have alone."""
+    grouped, single = (Problem(2, 8, kv, 96, 96, mask=CAUSAL) for kv in (2, 8))
+    shape = TileShape(8, 16)
+    by_head, alone = compose(tile(grouped, shape), "level@head"), compose(tile(single, shape), "level")
+    assert by_head.geometry.share == 4 and alone.geometry.share == 1
+    assert np.array_equal(by_head.chains, alone.chains) and np.array_equal(by_head.runs, alone.runs)
+    assert by_head.fingerprint != alone.fingerprint, "dK and dV are summed over heads in one of them"
+    assert compose(tile(single, shape), "level@head").fingerprint == alone.fingerprint
+    assert compose(tile(grouped, shape), "level").geometry.share == 1
+
+
+@pytest.mark.parametrize("text", ["fa3", "shift:4", "shift:4@head", "auto@head"])
+def test_a_choice_is_written_as_it_is_read(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+def test_auto_by_head_has_a_name_of_its_own() -> None:
+    tiling = tile(Problem(1, 8, 2, 96, 96, mask=CAUSAL), TileShape(8, 16))
+    assert compose(tiling, "auto@head").policy == str(resolve(tiling, "auto@head")) == "level@head"
+    with pytest.raises(ValueError, match="cannot take width 4"):
+        compose(tiling, "auto:4@head")

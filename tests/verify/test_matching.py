@@ -22,7 +22,8 @@ PROBLEM, SHAPE = Problem(2, 4, 2, 24, 20, mask=CAUSAL), TileShape(4, 3)
 @given(tilings())
 def test_a_program_matches_the_problem_that_it_was_made_for(tiling: Tiling) -> None:
     if np.array_equal(tile(tiling.problem, tiling.shape).state, tiling.state):  # a grid's states come from no mask
-        matches(compose(tiling, "fa3"), tiling.problem, tiling.shape)
+        for policy in ("fa3", "fa3@head"):
+            matches(compose(tiling, policy), tiling.problem, tiling.shape)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,24 @@ def lengths(longest: int = LONG[-1]) -> list[BenchCase]:
     ]
 
 
+def few() -> list[BenchCase]:
+    """One sequence with grouped heads, as tensor parallelism leaves them on a GPU."""
+    shapes = [
+        *((32, 8, 128, n, CAUSAL) for n in (512, 1024, 2048, 4096)),
+        *((28, 4, 128, n, CAUSAL) for n in (1024, 2048, 4096)),
+        *((8, 1, 128, n, CAUSAL) for n in (1024, 2048, 4096)),
+        *((64, 8, 128, n, CAUSAL) for n in (1024, 2048, 4096)),
+        *((16, 1, 128, n, CAUSAL) for n in (2048, 4096)),
+        *((14, 2, 64, n, CAUSAL) for n in (1024, 2048, 4096)),
+        (32, 8, 128, 2048, FULL),
+        (14, 2, 64, 2048, FULL),
+    ]
+    return [
+        BenchCase(f"{q}/{kv} heads d{dim} {mask} {n}", Problem(1, q, kv, n, n, dim, mask=mask))
+        for q, kv, dim, n, mask in shapes
+    ]
+
+
 def padded(dims: tuple[int, ...] = (80, 96)) -> list[BenchCase]:
     """Head dims that the kernel pads to 128."""
     return [

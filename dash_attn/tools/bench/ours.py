@@ -12,7 +12,7 @@ import torch
 from dash_attn.backends import Backend, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import DTYPES, Sm90Backend
-from dash_attn.order import POLICIES, applicable, choose, parse
+from dash_attn.order import POLICIES, applicable, parse, resolve
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
 from dash_attn.tiling import Tiling, tile
@@ -67,7 +67,7 @@ class Ours:
         barred = POLICIES.keys() - applicable(tiling)
         asked = [order for order in self.policies if parse(order).policy not in barred]
         named = asked or list(usual[:1] if self.policies else usual)
-        return list(dict.fromkeys(str(choose(tiling)) if order == "auto" else order for order in named))
+        return list(dict.fromkeys(str(resolve(tiling, order)) for order in named))
 
     def default(self, problem: Problem) -> Way:
         """The variant that stands for us."""

@@ -98,6 +98,14 @@ SUITES: dict[str, Suite] = {
         policies=_DEFAULTS,
         unordered=False,
     ),
+    "few": Suite(
+        "one sequence with few key/value heads: each query head ordered by itself, and all of a group together",
+        cases.few,
+        lambda: cases.few()[:4],
+        FEW,
+        policies=("auto@head", "auto"),
+        unordered=False,
+    ),
     "padded": Suite(
         "head dims that the kernel pads to 128",
         cases.padded,

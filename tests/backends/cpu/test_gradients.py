@@ -76,6 +76,7 @@ def test_policies(mask: Mask, policy: str) -> None:
     problem, shape = Problem(1, 4, 2, 200, 200, 16, "float32", None, mask), TileShape(32, 32)
     if policy in applicable(tile(problem, shape)):
         check(problem, shape, policy)
+        check(problem, shape, f"{policy}@head")
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])

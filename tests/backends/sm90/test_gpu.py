@@ -55,6 +55,14 @@ def test_every_policy_against_float64_and_itself(size, dim, mask):
     check(problem, policies(problem))
 
 
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(200, 30)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("size", [(2, 6, 2, 700, 700), (1, 8, 1, 129, 1000), (1, 16, 4, 1024, 1024)], ids=str)
+def test_heads_ordered_by_themselves(size, dim, mask):
+    problem = Problem(*size, dim, mask=mask)
+    check(problem, [f"{name}@head" for name in ("auto", "fa3")])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
