@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
+from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {
@@ -232,7 +232,7 @@ def test_full_determinism_after_import(restored: None, monkeypatch: pytest.Monke
         asked.append(wants_determinism(options["deterministic"]))
         return original(*tensors, **options)
 
-    from dash_attn.integrations import transformers as integration
+    from dash_attn.integrations.transformers import forward as integration
 
     original = integration.attention
     monkeypatch.setattr(integration, "attention", spy)
@@ -255,7 +255,7 @@ def test_deterministic_argument(
     """A False that some models pass on their own does not undo torch's flag."""
     found = []
     monkeypatch.setattr(
-        "dash_attn.integrations.transformers.attention",
+        "dash_attn.integrations.transformers.forward.attention",
         lambda q, k, v, **options: (found.append(options["deterministic"]), q)[1],
     )
     torch.use_deterministic_algorithms(flag)
@@ -374,7 +374,7 @@ def test_register() -> None:
     register()
     register("another")
     assert transformers.AttentionInterface()["another"] is attention_forward
-    assert transformers.AttentionMaskInterface()["another"] is padding_mask
+    assert transformers.AttentionMaskInterface()["another"] is model_mask
     for name, message in (("sdpa", "another attention"), ("eager", "another attention"), ("my_flash", "flash")):
         with pytest.raises(ValueError, match=message):
             register(name)
