@@ -1,0 +1,63 @@
+"""Which model classes of the installed Transformers stand for a family (a `model_type`)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+# The classes that people train, first; a family is shown by the first that it has.
+TASKS = (
+    "CAUSAL_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+    "MASKED_LM",
+    "CTC",
+    "IMAGE_CLASSIFICATION",
+    "AUDIO_CLASSIFICATION",
+)
+
+
+def families() -> list[str]:
+    from transformers import CONFIG_MAPPING
+
+    return sorted(CONFIG_MAPPING.keys(), key=str.lower)
+
+
+def config_class(family: str) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family]
+
+
+def architectures(family: str) -> list[Any]:
+    """Model classes in the order in which they are tried; the base model comes after those that people train."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    tables = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in TASKS] + ["MODEL_MAPPING_NAMES"]
+    tables += [x for x in dir(modeling_auto) if x.startswith("MODEL_FOR_") and x.endswith("_MAPPING_NAMES")]
+    names: list[str] = []
+    for table in dict.fromkeys(tables):
+        entry = getattr(modeling_auto, table).get(family, ())
+        names += [entry] if isinstance(entry, str) else list(entry)
+    classes = [getattr(transformers, name, None) for name in dict.fromkeys(names)]
+    return [x for x in classes if x is not None] + _by_config(family)
+
+
+def _by_config(family: str) -> list[Any]:
+    """Parts of larger models have no entry in Transformers' tables: the modeling module has them."""
+    from transformers import PreTrainedModel
+
+    config = config_class(family)
+    module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    return [
+        model
+        for _, model in inspect.getmembers(module, inspect.isclass)
+        if issubclass(model, PreTrainedModel)
+        and model.__module__ == module.__name__
+        and getattr(model, "config_class", None) is config
+        and not model.__name__.endswith("PreTrainedModel")
+    ]
