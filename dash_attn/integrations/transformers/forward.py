@@ -161,7 +161,8 @@ def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str,
         if number is not None and not torch.compiler.is_compiling() and not bool(number.all()):
             raise ValueError("attention_mask has padding and cu_seq_lens_q was given: leave one out")
         return Packed.given(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
-    positions = kwargs.get("position_ids")
+    # Only where a query looks back do positions that start again mean another document.
+    positions = kwargs.get("position_ids") if mask.causal else None
     # Three-dimensional ones are for rotary embeddings of images; a single query is no pack.
     if positions is not None and (positions.ndim != 2 or positions.shape[1] != rows.len_q or rows.len_q == 1):
         positions = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BATCH, LENGTH = 2, 14
+BATCH, LENGTH, FIRST_DOCUMENT = 2, 14, 5
 FIRST_WORD = 70  # ids below are special tokens
 
 
