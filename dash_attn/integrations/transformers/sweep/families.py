@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 # The classes that people train, first; a family is shown by the first that it has.
@@ -48,16 +49,20 @@ def architectures(family: str) -> list[Any]:
 
 
 def _by_config(family: str) -> list[Any]:
-    """Parts of larger models have no entry in Transformers' tables: the modeling module has them."""
+    """Parts of larger models have no entry in Transformers' tables: the modules beside the config have them."""
     from transformers import PreTrainedModel
 
     config = config_class(family)
-    module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
+    folder = Path(inspect.getfile(config)).parent
+    package = config.__module__.rpartition(".")[0]
+    classes = []
+    for file in sorted(folder.glob("modeling_*.py")):
+        module = importlib.import_module(f"{package}.{file.stem}")
+        classes += [x for _, x in inspect.getmembers(module, inspect.isclass) if x.__module__ == module.__name__]
     return [
-        model
-        for _, model in inspect.getmembers(module, inspect.isclass)
-        if issubclass(model, PreTrainedModel)
-        and model.__module__ == module.__name__
-        and getattr(model, "config_class", None) is config
-        and not model.__name__.endswith("PreTrainedModel")
+        x
+        for x in classes
+        if issubclass(x, PreTrainedModel)
+        and getattr(x, "config_class", None) is config
+        and not x.__name__.endswith("PreTrainedModel")
     ]

@@ -23,6 +23,8 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     text = {"input_ids": words(model, LENGTH)} if "input_ids" in names else {}
     decoder = {"decoder_input_ids": words(model, LENGTH, "decoder")} if "decoder_input_ids" in names else {}
     if text:
+        if "bbox" in names:
+            text["bbox"] = torch.arange(4).expand(BATCH, LENGTH, 4)
         yield {**text, **decoder}
         yield text
     for name in ("pixel_values", "images"):
@@ -44,6 +46,20 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     for name in ("hidden_states", "inputs_embeds", "embeddings"):
         if name in names:
             yield {name: random(BATCH, LENGTH, width(model))}
+    for name in names & {"query_embeds", "pixel_values", "hidden_states"}:
+        if "grid_thw" in names:
+            yield {name: _patches(model), "grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
+        if "image_grid_thw" in names:
+            yield {name: _patches(model), "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
+    if "query_embeds" in names:
+        states = random(BATCH, LENGTH, getattr(model.config, "encoder_hidden_size", 64))
+        yield {"query_embeds": random(BATCH, LENGTH, width(model)), "encoder_hidden_states": states}
+        yield {"query_embeds": random(BATCH, LENGTH, width(model))}
+    if {"input_features", "input_features_mask"} <= names:
+        for shape in _sounds(model):
+            if len(shape) == 3:
+                for length in shape[1:]:
+                    yield {"input_features": random(*shape), "input_features_mask": torch.ones(BATCH, length).long()}
     if "past_values" in names:
         length = getattr(model.config, "context_length", LENGTH)
         channels = getattr(model.config, "num_input_channels", 1)
@@ -85,6 +101,15 @@ def _images(model: Any) -> Iterator[tuple[int, ...]]:
         height, wide = size if isinstance(size, tuple) else (size, size)
         if isinstance(height, int) and isinstance(wide, int):
             yield BATCH, channels, height, wide
+
+
+def _patches(model: Any) -> Tensor:
+    """Images cut into patches already, one after another."""
+    config = model.config
+    size = getattr(config, "patch_size", 8)
+    deep = getattr(config, "temporal_patch_size", 1)
+    channels = getattr(config, "in_channels", getattr(config, "in_chans", getattr(config, "num_channels", 3)))
+    return random(BATCH * 16, channels * deep * size * size)
 
 
 def _videos(model: Any) -> Iterator[tuple[int, ...]]:

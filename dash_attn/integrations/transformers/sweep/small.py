@@ -24,7 +24,8 @@ NARROW = re.compile(
     r"temporal|mel|in_channels|num_channels|max_|input_size|stride|expert|conv_size|n_ctx|crop|pool)"
 )
 EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|num_routed_experts)$")
-CHOSEN = re.compile(r"(per_tok|top_?k|per_token)$")
+CHOSEN = re.compile(r"(per_tok|top_?k|per_token|moe_k)$")
+GROUPS = re.compile(r"^(n_group|topk_group|num_expert_groups?|n_groups_used)$")
 TOKEN = re.compile(r"_(token_?id|token_?index|token_?ids|id)$")
 
 
@@ -42,7 +43,7 @@ def shrink(config: Any, narrow: bool = True) -> Any:
 def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
     from transformers import PreTrainedConfig
 
-    fields = {name: getattr(config, name) for name in config.to_dict() if hasattr(config, name)}
+    fields = {name: value for name in config.to_dict() if (value := _field(config, name)) is not None}
     layers = _kept_layers(config, fields)
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
@@ -56,10 +57,30 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
                 setattr(config, name, small)
             except Exception:  # a property without a setter, or a check that this value does not pass
                 continue
+    for name in ("rope_parameters", "rope_scaling"):
+        if narrow and isinstance(fields.get(name), dict):
+            setattr(config, name, _rotary(fields[name]))
     if layers:
         for name in fields:
             if LAYERS.match(name) and fields[name] == layers[0]:
                 setattr(config, name, len(layers[1]))
+
+
+def _field(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a field that differs from layer to layer
+        return None
+
+
+def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Sections of the rotary dimensions, for positions in time, height and width, add up to half of them."""
+    sections = parameters.get("mrope_section")
+    half = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
+    if not sections:
+        return parameters
+    share = [max(1, half * x // sum(sections)) for x in sections]
+    return {**parameters, "mrope_section": [half - sum(share[1:]), *share[1:]]}
 
 
 def _kept_layers(config: Any, fields: dict[str, Any]) -> tuple[int, list[int]] | None:
@@ -97,14 +118,18 @@ def _small(name: str, value: Any, narrow: bool, free_ids: Any) -> Any:
         return min(value, WINDOW)
     if "max" in name and "position" in name:
         return min(value, 256)
-    if name in ("n_group", "topk_group"):
+    if GROUPS.match(name):
         return 1
+    if "chunk_size" in name and "attention" not in name:
+        return min(value, 8)
     return _narrow(name, value) if narrow else value
 
 
 def _narrow(name: str, value: int) -> int:
     if "head_dim" in name:
         return min(value, HEAD_DIM)
+    if name == "rotary_dim":
+        return min(value, HEAD_DIM // 2)
     if HEADS_OF.match(name):
         fewer = "key_value" in name or "kv" in name
         return min(value, 2 if fewer and value < 16 else HEADS)
