@@ -127,7 +127,7 @@ def _enliven(model: Any, given: dict[str, Tensor]) -> None:
         for x in model.parameters():
             noise = torch.randn(x.shape, generator=generator)
             if x.ndim > 1:
-                x.copy_(noise * x[0].numel() ** -0.5)
+                x.copy_(noise * (max(1, x.numel()) / max(1, len(x))) ** -0.5)
             else:
                 x.add_(noise * 0.1)
         if not all(bool(x.isfinite().all()) for x in tensors(model(**given)).values()):

@@ -75,10 +75,10 @@ def _field(config: Any, name: str) -> Any:
 
 def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:
     """Sections of the rotary dimensions, for positions in time, height and width, add up to half of them."""
-    sections = parameters.get("mrope_section")
+    if "rope_theta" not in parameters:  # one set of parameters for each kind of layer
+        return {kind: _rotary(x) if isinstance(x, dict) else x for kind, x in parameters.items()}
+    sections = parameters.get("mrope_section", [1, 1, 1])
     half = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
-    if not sections:
-        return parameters
     share = [max(1, half * x // sum(sections)) for x in sections]
     return {**parameters, "mrope_section": [half - sum(share[1:]), *share[1:]]}
 
