@@ -7,7 +7,7 @@ from typing import Any
 from dash_attn.integrations.transformers.checking import gpu_obstacle, head_dims
 from dash_attn.integrations.transformers.sweep.families import config_class
 
-WIDTHS = ("hidden_size", "d_model", "n_embd", "embed_dim", "hidden_dim", "encoder_hidden_dim")
+WIDTHS = ("d_model", "embed_dim", "n_embd", "hidden_size", "hidden_dim", "encoder_hidden_dim")
 HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads")
 
 
