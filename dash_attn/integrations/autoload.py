@@ -23,7 +23,9 @@ def autoload() -> None:
         if not any(isinstance(finder, Watch) for finder in sys.meta_path):
             sys.meta_path.insert(0, Watch())
     elif asked:
-        warnings.warn(f"{VARIABLE} must be transformers, or not be set; got {asked!r}: nothing is registered", stacklevel=2)
+        warnings.warn(
+            f"{VARIABLE} must be transformers, or not be set; got {asked!r}: nothing is registered", stacklevel=2
+        )
 
 
 class Watch(importlib.abc.MetaPathFinder):

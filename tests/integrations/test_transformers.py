@@ -321,7 +321,11 @@ def mask_for(len_q: int, padding: Tensor, kind: str = "causal") -> Any:
         ({"mask": mask_for(8, torch.ones(1, 9))}, NotImplementedError, r"\(1, 8, 9\).*\(1, 8, 8\)"),
         ({"mask": mask_for(8, torch.ones(2, 8))}, NotImplementedError, r"\(2, 8, 8\).*\(1, 8, 8\)"),
         ({"sliding_window": 0}, ValueError, "sliding_window"),
-        ({"mask": mask_for(8, torch.arange(8)[None]), "cu_seq_lens_q": torch.tensor([0, 8])}, ValueError, "leave one out"),
+        (
+            {"mask": mask_for(8, torch.arange(8)[None]), "cu_seq_lens_q": torch.tensor([0, 8])},
+            ValueError,
+            "leave one out",
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 7])}, ValueError, "cu_seqlens"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",

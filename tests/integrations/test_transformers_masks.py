@@ -183,7 +183,9 @@ def test_gemma3_trains_on_text_alone() -> None:
     logits = []
     for implementation in ("eager", "dash"):
         torch.manual_seed(0)
-        config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+        )
         model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation)
         ids = tokens()
         out = model.train()(input_ids=ids, token_type_ids=torch.zeros_like(ids), labels=ids)
@@ -227,6 +229,8 @@ def test_positions_are_no_documents_where_all_see_all() -> None:
     outs = []
     for implementation in ("eager", "dash"):
         torch.manual_seed(0)
-        model = transformers.BertModel._from_config(transformers.BertConfig(**config), attn_implementation=implementation)
+        model = transformers.BertModel._from_config(
+            transformers.BertConfig(**config), attn_implementation=implementation
+        )
         outs.append(model(input_ids=tokens(), position_ids=cut).last_hidden_state)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)

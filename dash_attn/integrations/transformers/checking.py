@@ -54,7 +54,9 @@ class Report:
 
     def __str__(self) -> str:
         ours = sum(x.runs == "dash" for x in self.layers)
-        return "\n".join([f"{self.model}: {ours} of {len(self.layers)} attention layers run dash_attn", *map(str, self.layers)])
+        return "\n".join(
+            [f"{self.model}: {ours} of {len(self.layers)} attention layers run dash_attn", *map(str, self.layers)]
+        )
 
 
 def check(model: nn.Module) -> Report:
@@ -139,7 +141,9 @@ def _refused(module: nn.Module, config: Any) -> list[str]:
     ]
     softcap = getattr(module, "attn_logit_softcapping", None)
     if softcap is not None:
-        reasons.append(f"attn_logit_softcapping={softcap}: dash_attn does not cap scores; use attn_implementation='eager'")
+        reasons.append(
+            f"attn_logit_softcapping={softcap}: dash_attn does not cap scores; use attn_implementation='eager'"
+        )
     handed = "".join(CALL.findall(_source(type(module))))
     return reasons + [
         f"it gives its attention {name}: dash_attn does not do {meaning}; use attn_implementation='eager'"

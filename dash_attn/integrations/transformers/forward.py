@@ -152,7 +152,9 @@ def _dropout_field(module: nn.Module, dropout: float) -> str:
         for name, value in (config.to_dict() if config is not None else {}).items()
         if "drop" in name and value == dropout
     ]
-    return min(fields, key=lambda name: (not name.startswith("att"), "att" not in name, name), default="attention_dropout")
+    return min(
+        fields, key=lambda name: (not name.startswith("att"), "att" not in name, name), default="attention_dropout"
+    )
 
 
 def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:

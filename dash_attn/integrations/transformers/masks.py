@@ -144,9 +144,7 @@ def model_mask(
 class Shown:
     """What a mask function of Transformers means: read from its parts, or while code is compiled from its answers."""
 
-    def __init__(
-        self, model: str, batch: int, len_q: int, len_k: int, kv_offset: int, options: dict[str, Any]
-    ) -> None:
+    def __init__(self, model: str, batch: int, len_q: int, len_k: int, kv_offset: int, options: dict[str, Any]) -> None:
         self.model, self.batch, self.len_q, self.len_k, self.kv_offset = model, batch, len_q, len_k, kv_offset
         self.options = options
         self.causal = False
@@ -233,7 +231,9 @@ class Shown:
                     )
                 number = number[:, :seen]
         elif self.left is not None and int(q_offset) + self.len_q != self.kv_offset + self.len_k:
-            raise NotImplementedError(f"{self.model}: a window on both sides and a cache; use attn_implementation='sdpa'")
+            raise NotImplementedError(
+                f"{self.model}: a window on both sides and a cache; use attn_implementation='sdpa'"
+            )
         whole = number is not None and number.dtype == torch.bool and number.shape[1] == self.len_k
         if whole and not torch.compiler.is_compiling() and number is not None and bool(number.all()):
             return None

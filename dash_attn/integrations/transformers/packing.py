@@ -59,7 +59,9 @@ class Recent:
     def __init__(self, size: int = 8) -> None:
         self.answers: deque[tuple[tuple[Any, ...], Any, Packed | None]] = deque(maxlen=size)
 
-    def packed(self, number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device) -> Packed | None:
+    def packed(
+        self, number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device
+    ) -> Packed | None:
         tensors = (number, positions)
         if any(x is not None and x.is_inference() for x in tensors):
             return read(number, positions, rows, device)  # such tensors do not count their changes

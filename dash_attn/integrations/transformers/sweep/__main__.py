@@ -41,7 +41,10 @@ def main() -> None:
             begin = time.monotonic()
             outcome = known[family] = examine(family)
             seconds = time.monotonic() - begin
-            print(f"{number}/{len(names)} {family}: {outcome.verdict}  {outcome.reason} ({seconds:.1f} s)", file=sys.stderr)
+            print(
+                f"{number}/{len(names)} {family}: {outcome.verdict}  {outcome.reason} ({seconds:.1f} s)",
+                file=sys.stderr,
+            )
             if given.json:
                 with given.json.open("a", encoding="utf-8") as file:
                     print(json.dumps(asdict(outcome)), file=file)

@@ -225,6 +225,8 @@ def _case(eager: Any, dash: Any, name: str, given: dict[str, Any], training: boo
     if difference and not answer and name == "packed":
         difference = _difference_alone(eager, computed[0], given)
     if difference and not answer and not _same_as_sdpa(eager, given, training, computed):
+        if _jumps(eager, given, training, expected):
+            return "not tried: rounding alone changes the result of eager attention"
         return f"wrong: {difference}"
     return "right" if calls[0] else "own"
 
@@ -239,6 +241,15 @@ def _difference_alone(eager: Any, computed: dict[str, Tensor], given: dict[str, 
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     same_shape = {name: x for name, x in computed.items() if x.shape == joined[name].shape}
     return _difference((same_shape, {}), ({name: joined[name] for name in same_shape}, {}))
+
+
+def _jumps(eager: Any, given: dict[str, Any], training: bool, expected: Any) -> bool:
+    """Whether weights that differ in their last digits give another result: the model chooses the largest of scores."""
+    nearby = copy.deepcopy(eager)
+    with torch.no_grad():
+        for x in nearby.parameters():
+            x.mul_(1 + 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(11)))
+    return _difference(_run(nearby, given, training), expected) is not None
 
 
 def _same_as_sdpa(eager: Any, given: dict[str, Any], training: bool, computed: Any) -> bool:
@@ -284,7 +295,7 @@ def seed() -> None:
 def _leak(eager: Any, dash: Any, given: dict[str, Any]) -> str | None:
     """Whether another last token changes what comes before it, where it does not with eager."""
     changed = given["input_ids"].clone()
-    changed[:, -1] += torch.where(changed[:, -1] > inputs.FIRST_WORD, -1, 1)
+    changed[:, -1] = torch.where(changed[:, -1] == changed.max(), changed.min(), changed.max())
     moved = []
     with torch.no_grad():
         for model in (eager.eval(), dash.eval()):

@@ -124,7 +124,13 @@ def _sounds(model: Any) -> Iterator[tuple[int, ...]]:
     mels = [
         getattr(c, name)
         for c in configs
-        for name in ("num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", "feature_projection_input_dim")
+        for name in (
+            "num_mel_bins",
+            "feature_size",
+            "input_feat_per_channel",
+            "input_dim",
+            "feature_projection_input_dim",
+        )
         if isinstance(getattr(c, name, None), int)
     ]
     frames = [2 * c.max_source_positions for c in configs if isinstance(getattr(c, "max_source_positions", None), int)]
