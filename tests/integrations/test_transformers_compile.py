@@ -74,5 +74,5 @@ def test_a_hole_in_the_padding() -> None:
 def test_a_model_that_computes_attention_itself_does_not_compile() -> None:
     config = transformers.BloomConfig(vocab_size=99, hidden_size=64, n_layer=1, n_head=4)
     model = transformers.BloomForCausalLM._from_config(config, attn_implementation="dash")
-    with pytest.raises(Exception, match="Bloom|NotImplementedError"):
+    with pytest.raises(Exception, match=r"Bloom|NotImplementedError"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=torch.arange(8)[None])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -20,6 +19,9 @@ GPU_LARGEST, GPU_STEP = 128, 8  # head dims that the GPU backend takes
 MASK_MAKERS = re.compile(r"\bcreate_\w*mask\w*\(")
 CALL = re.compile(r"attention_interface\([^()]*(?:\([^()]*\)[^()]*)*\)")
 COMPUTES = re.compile(r"softmax\(|scaled_dot_product_attention\(|MultiheadAttention\(")
+
+
+sources: dict[Any, str] = {}  # by class
 
 
 @dataclass(frozen=True)
@@ -71,26 +73,30 @@ def check(model: nn.Module) -> Report:
     return Report(type(model).__name__, tuple(layers))
 
 
-@functools.cache
-def _source(cls: type) -> str:
+def _source(cls: Any) -> str:
+    if cls in sources:
+        return sources[cls]
+    sources[cls] = _read_source(cls)
+    return sources[cls]
+
+
+def _read_source(cls: Any) -> str:
     try:
         return inspect.getsource(cls)
     except (OSError, TypeError):
         return ""
 
 
-@functools.cache
-def uses_interface(cls: type) -> bool:
+def uses_interface(cls: Any) -> bool:
     """Whether the class asks Transformers for the attention function by name."""
     return any("ALL_ATTENTION_FUNCTIONS" in _source(each) for each in _written(cls))
 
 
-@functools.cache
-def computes_attention(cls: type) -> bool:
+def computes_attention(cls: Any) -> bool:
     return "Attention" in cls.__name__ and any(COMPUTES.search(_source(each)) for each in _written(cls))
 
 
-def _written(cls: type) -> list[type]:
+def _written(cls: Any) -> list[Any]:
     """The class and those it inherits from, without the base classes of torch and of Transformers."""
     libraries = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations", "builtins")
     return [each for each in cls.__mro__ if not each.__module__.startswith(libraries)]

@@ -23,7 +23,18 @@ UNSUPPORTED = {
 }
 # Tensors that come along with a call and change nothing in the attention, or are read here.
 HARMLESS = frozenset(
-    {"position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "cache_position", "num_items_in_batch", "labels", "shift_labels"}
+    {
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "cache_position",
+        "input_ids",
+        "inputs_embeds",
+        "token_type_ids",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+    }
 )
 ELSEWHERE = "use attn_implementation='eager' for it"
 
@@ -54,8 +65,8 @@ def attention_forward(
         _check_sizes(mask, query, key)
     elif attention_mask is not None:
         raise NotImplementedError(
-            f"{_name(module)} has made a mask of its own, of shape {tuple(attention_mask.shape)}: dash_attn takes masks "
-            "made by Transformers' mask functions from a padding mask (batch, keys), and documents by cu_seq_lens_q or "
+            f"{_name(module)} got a mask of its own, of shape {tuple(attention_mask.shape)}: dash_attn takes the masks "
+            "that Transformers makes from a padding mask (batch, keys), and documents by cu_seq_lens_q or "
             "position_ids; for any other mask use attn_implementation='sdpa'"
         )
     else:
@@ -100,10 +111,10 @@ def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window
     """The mask of a call without one."""
     if window is not None and window < 1:
         raise ValueError(f"sliding_window must be None or at least 1, got {window}")
-    if causal and 1 != query.shape[2] != key.shape[2]:
+    if causal and query.shape[2] > 1 and query.shape[2] != key.shape[2]:
         raise NotImplementedError(
-            f"{_name(module)} gives {query.shape[2]} queries, {key.shape[2]} keys and no mask, so dash_attn cannot know "
-            f"which key a query is level with; {ELSEWHERE}"
+            f"{_name(module)} gives {query.shape[2]} queries, {key.shape[2]} keys and no mask, and dash_attn cannot "
+            f"know which key a query is level with; {ELSEWHERE}"
         )
     side = None if window is None else window - 1  # Transformers counts a token itself in
     sizes = (query.shape[0], query.shape[2], key.shape[2])
@@ -114,8 +125,8 @@ def _check_sizes(mask: ModelMask, query: Tensor, key: Tensor) -> None:
     asked = (query.shape[0], query.shape[2], key.shape[2])
     if (mask.batch, mask.len_q, mask.len_k) != asked:
         raise NotImplementedError(
-            f"{mask.model} made a mask for batch, queries, keys = {(mask.batch, mask.len_q, mask.len_k)} and uses it for "
-            f"{asked}, which dash_attn does not do; {ELSEWHERE}"
+            f"{mask.model} uses a mask for (batch, queries, keys) = {(mask.batch, mask.len_q, mask.len_k)} in a call "
+            f"with {asked}, which dash_attn does not do; {ELSEWHERE}"
         )
 
 

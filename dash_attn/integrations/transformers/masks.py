@@ -186,8 +186,8 @@ class Shown:
         return None
 
     def limit(self, left: int | None, right: int | None) -> None:
-        if left is not None and (left < 0 or (left == 0 and right is not None)):
-            raise ValueError(f"sliding_window must be None or at least 1, got {left if right else left + 1}")
+        if left is not None and left < 0:
+            raise ValueError(f"sliding_window must be None or at least 1; {self.model} has a smaller one")
         self.left = left if self.left is None or left is None else min(self.left, left)
         self.right = right if self.right is None or right is None else min(self.right, right)
 
@@ -226,8 +226,8 @@ class Shown:
             elif number is not None:
                 if number.shape[1] < seen:
                     raise ValueError(
-                        f"attention_mask must cover all tokens so far, those in the cache too: {seen + self.kv_offset}; "
-                        f"got {number.shape[1] + self.kv_offset}"
+                        "attention_mask must cover all tokens so far, those in the cache too: "
+                        f"{seen + self.kv_offset}; got {number.shape[1] + self.kv_offset}"
                     )
                 number = number[:, :seen]
         elif self.left is not None and int(q_offset) + self.len_q != self.kv_offset + self.len_k:
@@ -271,8 +271,8 @@ def name_of(mask_function: Callable[..., Any]) -> str:
 
 def inside(function: Callable[..., Any], name: str) -> Any:
     """What a mask function of Transformers was made with."""
-    cells = function.__closure__ or ()  # type: ignore[attr-defined]
-    code = function.__code__  # type: ignore[attr-defined]
+    cells = function.__closure__ or ()
+    code = function.__code__
     return dict(zip(code.co_freevars, cells, strict=True))[name].cell_contents
 
 

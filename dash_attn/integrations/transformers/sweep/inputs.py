@@ -20,8 +20,10 @@ def arguments(model: Any) -> set[str]:
 def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs to try one after another, those of text first."""
     names = arguments(model)
-    text = {"input_ids": words(model, LENGTH)} if "input_ids" in names else {}
-    decoder = {"decoder_input_ids": words(model, LENGTH, "decoder")} if "decoder_input_ids" in names else {}
+    text: dict[str, Tensor] = {"input_ids": words(model, LENGTH)} if "input_ids" in names else {}
+    decoder: dict[str, Tensor] = (
+        {"decoder_input_ids": words(model, LENGTH, "decoder")} if "decoder_input_ids" in names else {}
+    )
     if text:
         if "bbox" in names:
             text["bbox"] = torch.arange(4).expand(BATCH, LENGTH, 4)
@@ -30,13 +32,13 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     for name in ("pixel_values", "images"):
         if name in names:
             for shape in _images(model):
-                image = {name: random(*shape)}
+                image: dict[str, Tensor] = {name: random(*shape)}
                 yield {**image, **decoder}
                 yield {**image, **text}
     for name in ("input_values", "input_features", "audio_values"):
         if name in names:
             for shape in _sounds(model):
-                sound = {name: random(*shape)}
+                sound: dict[str, Tensor] = {name: random(*shape)}
                 yield {**sound, **decoder}
                 yield {**sound, **text}
     for name in ("pixel_values_videos", "pixel_values"):
