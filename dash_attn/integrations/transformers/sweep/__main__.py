@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dash_attn.integrations.transformers.sweep.compare import Outcome, examine
+from dash_attn.integrations.transformers.sweep.compare import NO_MODEL, Outcome, examine
 from dash_attn.integrations.transformers.sweep.families import families
 from dash_attn.integrations.transformers.sweep.table import counts, write
 
@@ -48,7 +48,8 @@ def main() -> None:
             if given.json:
                 with given.json.open("a", encoding="utf-8") as file:
                     print(json.dumps(asdict(outcome)), file=file)
-        outcomes.append(known[family])
+        if known[family].reason != NO_MODEL:
+            outcomes.append(known[family])
     print(counts(outcomes))
     if given.out:
         write(outcomes, transformers.__version__, given.out)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from dash_attn.integrations.transformers import attention_forward, register
 from dash_attn.integrations.transformers.sweep import inputs
-from dash_attn.integrations.transformers.sweep.families import architectures, config_class
+from dash_attn.integrations.transformers.sweep.families import architectures, causal_names, config_class
 from dash_attn.integrations.transformers.sweep.small import shrink
 
-LARGEST = 130_000_000  # parameters
+LARGEST = 200_000_000  # parameters
 SECONDS = 40
+NO_MODEL = "no model class"  # a config that is only a part of others
 TOLERANCE = 2e-3  # of the largest number in a tensor
 
 
@@ -90,14 +91,20 @@ def _examine(outcome: Outcome) -> None:
                 reasons.append(f"{cls.__name__}: {_short(error)}")
                 continue
             outcome.architecture = cls.__name__
-            _compare(outcome, cls, config, eager, given)
+            _compare(outcome, eager, config, given, "")
+            if getattr(config, "is_decoder", True) is False and cls.__name__ in causal_names():
+                _, eager, given = _eager(outcome.family, cls, narrow, is_decoder=True)
+                _compare(outcome, eager, eager.config, given, "as decoder, ")
+            _conclude(outcome)
             return
-    outcome.reason = reasons[0] if reasons else "no model class"
+    outcome.reason = reasons[0] if reasons else NO_MODEL
 
 
-def _eager(family: str, cls: Any, narrow: bool) -> tuple[Any, Any, dict[str, Tensor]]:
+def _eager(family: str, cls: Any, narrow: bool, **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     """The reference, and inputs that it takes."""
     config = shrink(config_class(family)(), narrow)
+    for name, value in changes.items():
+        setattr(config, name, value)
     with torch.device("meta"):
         size = sum(x.numel() for x in cls._from_config(copy.deepcopy(config), attn_implementation="eager").parameters())
     if size > LARGEST:
@@ -165,17 +172,21 @@ def counted() -> Iterator[list[int]]:
         forward.attention = original
 
 
-def _compare(outcome: Outcome, cls: Any, config: Any, eager: Any, given: dict[str, Tensor]) -> None:
+def _compare(outcome: Outcome, eager: Any, config: Any, given: dict[str, Tensor], prefix: str) -> None:
     try:
-        dash = cls._from_config(copy.deepcopy(config), attn_implementation="dash").float()
+        dash = type(eager)._from_config(copy.deepcopy(config), attn_implementation="dash").float()
     except TooLong:
         raise
     except Exception as error:
-        outcome.cases["build"] = _judge(error)
-    else:
-        dash.load_state_dict(eager.state_dict())
-        for name, arguments, training in _cases(eager, given):
-            outcome.cases[name] = _case(eager, dash, name, arguments, training)
+        outcome.cases[f"{prefix}build"] = _judge(error)
+        return
+    dash.load_state_dict(eager.state_dict())
+    for name, arguments, training in _cases(eager, given):
+        outcome.cases[prefix + name] = _case(eager, dash, name, arguments, training)
+
+
+def _conclude(outcome: Outcome) -> None:
+    """The worst case is the verdict; a model that runs dash_attn in one case is not one with its own attention."""
     found = list(outcome.cases.values())
     for verdict in ("wrong", "crash", "refused", "right", "own"):
         first = next((x for x in found if x.startswith(verdict)), None)
@@ -203,7 +214,8 @@ def _cases(model: Any, given: dict[str, Tensor]) -> Iterator[tuple[str, dict[str
     if "position_ids" in names:
         cut = inputs.FIRST_DOCUMENT
         where = torch.cat([torch.arange(cut), torch.arange(length - cut)])[None].expand(batch, -1)
-        extra = {"use_cache": False} if "use_cache" in names else {}
+        # With a cache Transformers does not look for documents.
+        extra = {"use_cache": False} if "use_cache" in names or inputs.has_cache(model) else {}
         yield "packed", {**given, "position_ids": where, **extra}, True
     yield "leak", given, False
 
@@ -217,7 +229,7 @@ def _case(eager: Any, dash: Any, name: str, given: dict[str, Any], training: boo
         return f"not tried: {_short(error)}"
     try:
         with counted() as calls:
-            answer = _leak(eager, dash, given) if name == "leak" else None
+            answer = _leak(eager, dash, given) if name.endswith("leak") else None
             computed = _run(dash, given, training)
     except TooLong:
         raise

@@ -48,6 +48,13 @@ def architectures(family: str) -> list[Any]:
     return [x for x in classes if x is not None] + _by_config(family)
 
 
+def causal_names() -> set[str]:
+    """Classes of causal language models. Those of encoders are causal only if the config says is_decoder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+
+
 def _by_config(family: str) -> list[Any]:
     """Parts of larger models have no entry in Transformers' tables: the modules beside the config have them."""
     from transformers import PreTrainedModel

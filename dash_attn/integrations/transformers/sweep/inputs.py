@@ -17,6 +17,12 @@ def arguments(model: Any) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
+def has_cache(model: Any) -> bool:
+    """Whether forward takes use_cache among its further arguments."""
+    configs = (model.config, getattr(model.config, "text_config", None))
+    return "kwargs" in arguments(model) and any(hasattr(config, "use_cache") for config in configs)
+
+
 def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
     """Inputs to try one after another, those of text first."""
     names = arguments(model)

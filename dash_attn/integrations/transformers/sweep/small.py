@@ -57,6 +57,8 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
                 setattr(config, name, small)
             except Exception:  # a property without a setter, or a check that this value does not pass
                 continue
+    if narrow:
+        _fill(config)
     for name in ("rope_parameters", "rope_scaling"):
         if narrow and isinstance(fields.get(name), dict):
             setattr(config, name, _rotary(fields[name]))
@@ -64,6 +66,15 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
         for name in fields:
             if LAYERS.match(name) and fields[name] == layers[0]:
                 setattr(config, name, len(layers[1]))
+
+
+def _fill(config: Any) -> None:
+    """Sizes that published configs give and default configs leave open."""
+    written = config.to_dict()
+    if "head_dim" in written and written["head_dim"] is None:
+        config.head_dim = HEAD_DIM
+    if "num_key_value_heads" in written and written["num_key_value_heads"] is None:
+        config.num_key_value_heads = config.num_attention_heads
 
 
 def _field(config: Any, name: str) -> Any:
