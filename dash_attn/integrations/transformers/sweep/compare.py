@@ -193,6 +193,7 @@ def _conclude(outcome: Outcome) -> None:
         if first is not None:
             outcome.verdict, outcome.reason = verdict, first.partition(": ")[2]
             return
+    outcome.reason = found[0].partition(": ")[2]
 
 
 def _cases(model: Any, given: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Any], bool]]:

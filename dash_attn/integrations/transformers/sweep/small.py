@@ -91,7 +91,7 @@ def _rotary(parameters: dict[str, Any]) -> dict[str, Any]:
     sections = parameters.get("mrope_section", [1, 1, 1])
     half = int(HEAD_DIM * parameters.get("partial_rotary_factor", 1.0)) // 2
     share = [max(1, half * x // sum(sections)) for x in sections]
-    return {**parameters, "mrope_section": [half - sum(share[1:]), *share[1:]]}
+    return {**parameters, "mrope_section": [*share[:-1], half - sum(share[:-1])]}
 
 
 def _kept_layers(config: Any, fields: dict[str, Any]) -> tuple[int, list[int]] | None:
