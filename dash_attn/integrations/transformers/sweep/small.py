@@ -45,7 +45,7 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
 
     fields = {name: value for name in config.to_dict() if (value := _field(config, name)) is not None}
     layers = _kept_layers(config, fields)
-    parts = [fields.get(f"{name}_head_dim") for name in ("qk_nope", "qk_rope", "v")]
+    nope, rope, value_dim = (fields.get(f"{name}_head_dim", 0) for name in ("qk_nope", "qk_rope", "v"))
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
             _shrink(value, narrow, free_ids)
@@ -60,7 +60,7 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
                 continue
     if narrow:
         _fill(config)
-        if None not in parts and parts[0] + parts[1] == parts[2]:
+        if rope and nope + rope == value_dim:
             # Equal head dims of queries and values stay equal.
             config.v_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     for name in ("rope_parameters", "rope_scaling"):
