@@ -65,6 +65,12 @@ class Handle:
 
 def install(key: str = "CUDA") -> Handle:
     """Put our functions in place of torch's flash kernel for a dispatch key."""
+    if key == "CUDA" and not torch.cuda.is_available():
+        warnings.warn(
+            f'activate_flash_attention_impl("{NAME}") does nothing on this machine: it has no CUDA GPU, and on a CPU '
+            "torch does not use its registry of flash kernels; call dash_attn.attention there",
+            stacklevel=2,
+        )
     name = "aten::_flash_attention_forward"
     original = (
         torch.library.get_kernel(name, key) if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else None

@@ -60,7 +60,7 @@ MIRRORS: dict[str, frozenset[str]] = {
             "flash_backward",
             "flash_forward",
             "forward",
-            "padding_mask",
+            "model_mask",
             "sdpa_backward",
             "sdpa_forward",
         }

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn.integrations.transformers import attention_forward, padding_mask, register  # noqa: E402
+from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {
@@ -232,7 +232,7 @@ def test_full_determinism_after_import(restored: None, monkeypatch: pytest.Monke
         asked.append(wants_determinism(options["deterministic"]))
         return original(*tensors, **options)
 
-    from dash_attn.integrations import transformers as integration
+    from dash_attn.integrations.transformers import forward as integration
 
     original = integration.attention
     monkeypatch.setattr(integration, "attention", spy)
@@ -255,7 +255,7 @@ def test_deterministic_argument(
     """A False that some models pass on their own does not undo torch's flag."""
     found = []
     monkeypatch.setattr(
-        "dash_attn.integrations.transformers.attention",
+        "dash_attn.integrations.transformers.forward.attention",
         lambda q, k, v, **options: (found.append(options["deterministic"]), q)[1],
     )
     torch.use_deterministic_algorithms(flag)
@@ -286,12 +286,20 @@ def test_autocast() -> None:
     assert abs(loss.item() - expected.item()) < 0.02
 
 
-def call(shape: tuple[int, ...] = (1, 2, 8, 16), mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+def call(shape: tuple[int, ...] = (1, 2, 8, 16), mask: Any = None, **kwargs: Any) -> Tensor:
     module = nn.Identity().train()
     q, k, v = (torch.randn(shape) for _ in range(3))
     if "value_dim" in kwargs:
         v = v[..., : kwargs.pop("value_dim")]
     return attention_forward(module, q, k, v, mask, **kwargs)[0]
+
+
+def mask_for(len_q: int, padding: Tensor, kind: str = "causal") -> Any:
+    """As Transformers asks for it: for one row, or as many as `padding` has."""
+    from transformers import masking_utils
+
+    function = getattr(masking_utils, f"{kind}_mask_function")
+    return model_mask(len(padding), len_q, padding.shape[1], 0, 0, function, padding.bool(), config=None, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -307,12 +315,17 @@ def call(shape: tuple[int, ...] = (1, 2, 8, 16), mask: Tensor | None = None, **k
         ({"cache": SimpleNamespace()}, NotImplementedError, "cache.*paged"),
         ({"output_attentions": True}, NotImplementedError, "output_attentions.*eager"),
         ({"value_dim": 8}, NotImplementedError, "head dim 8 and query 16.*eager"),
-        ({"mask": torch.zeros(1, 1, 8, 8)}, NotImplementedError, "attention_mask.*sdpa"),
-        ({"mask": torch.ones(1, 9)}, ValueError, r"attention_mask must be .*\(1, 8\).*\(1, 9\)"),
-        ({"mask": torch.ones(2, 8)}, ValueError, "attention_mask must be"),
-        ({"mask": torch.ones(1, 4)}, ValueError, "fewer than the 8 queries"),
+        ({"new_bias": torch.zeros(1)}, NotImplementedError, "a tensor new_bias.*eager"),
+        ({"mask": torch.zeros(1, 1, 8, 8)}, NotImplementedError, "mask of its own.*sdpa"),
+        ({"mask": torch.ones(1, 8)}, NotImplementedError, "mask of its own.*sdpa"),
+        ({"mask": mask_for(8, torch.ones(1, 9))}, NotImplementedError, r"\(1, 8, 9\).*\(1, 8, 8\)"),
+        ({"mask": mask_for(8, torch.ones(2, 8))}, NotImplementedError, r"\(2, 8, 8\).*\(1, 8, 8\)"),
         ({"sliding_window": 0}, ValueError, "sliding_window"),
-        ({"mask": torch.arange(8)[None], "cu_seq_lens_q": torch.tensor([0, 8])}, ValueError, "leave one out"),
+        (
+            {"mask": mask_for(8, torch.arange(8)[None]), "cu_seq_lens_q": torch.tensor([0, 8])},
+            ValueError,
+            "leave one out",
+        ),
         ({"cu_seq_lens_q": torch.tensor([0, 7])}, ValueError, "cu_seqlens"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
@@ -325,14 +338,31 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
 def test_dropout_is_for_training() -> None:
     q = torch.randn(1, 2, 8, 16)
     attention_forward(nn.Identity().eval(), q, q, q, None, dropout=0.1)
-    with pytest.raises(NotImplementedError, match="dropout"):
+    with pytest.raises(NotImplementedError, match=r"set attention_dropout=0\.0 in the config"):
         build("Llama", attention_dropout=0.1).train()(input_ids=tokens())
 
 
+@pytest.mark.parametrize(("name", "field"), [("Bert", "attention_probs_dropout_prob"), ("GPT2", "attn_pdrop")])
+def test_dropout_is_named_as_the_config_names_it(name: str, field: str) -> None:
+    sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = getattr(transformers, f"{name}Config")(**sizes, attn_implementation="dash")
+    with pytest.raises(NotImplementedError, match=f"set {field}=0.0"):
+        getattr(transformers, f"{name}Model")(config).train()(input_ids=tokens())
+
+
 def test_packed_on_a_cache_needs_cu_seq_lens() -> None:
+    model, ids = build("Llama").eval(), tokens(1)
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :20]).past_key_values
+        with pytest.raises(NotImplementedError, match="cu_seq_lens_q and cu_seq_lens_k"):
+            model(input_ids=ids[:, 20:], position_ids=positions(4, 9)[None] + 20, past_key_values=cache)
+
+
+def test_queries_and_keys_of_other_lengths_need_a_mask() -> None:
     q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 12, 16)
-    with pytest.raises(NotImplementedError, match="cu_seq_lens_q and cu_seq_lens_k"):
-        attention_forward(nn.Identity(), q, k, k, None, position_ids=positions(4, 4)[None])
+    with pytest.raises(NotImplementedError, match="8 queries, 12 keys and no mask"):
+        attention_forward(nn.Identity(), q, k, k, None)
+    assert attention_forward(nn.Identity(), q, k, k, None, is_causal=False)[0].shape == (1, 8, 2, 16)
 
 
 def test_keys_from_elsewhere() -> None:
@@ -340,26 +370,9 @@ def test_keys_from_elsewhere() -> None:
     for length in (5, 8):
         q, k, v = torch.randn(2, 2, length, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
         mask = torch.tensor([[1] * 8, [1] * 3 + [0] * 5])
-        out = attention_forward(nn.Identity(), q, k, v, mask, is_causal=False)[0]
+        out = attention_forward(nn.Identity(), q, k, v, mask_for(length, mask, "bidirectional"))[0]
         expected = nn.functional.scaled_dot_product_attention(q, k, v, mask[:, None, None].bool())
         torch.testing.assert_close(out, expected.transpose(1, 2), atol=1e-5, rtol=1e-4)
-
-
-def test_unknown_masks_are_refused() -> None:
-    model = build("Llama")
-    from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
-
-    embeds = model.get_input_embeddings()(tokens())
-    given = {"inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
-    for extra in (
-        {"or_mask_function": lambda b, h, q, k: q == k},
-        {"block_sequence_ids": torch.zeros_like(tokens())},
-    ):
-        with pytest.raises(NotImplementedError, match=r"masks with .*'sdpa'"):
-            create_causal_mask(model.config, **given, **extra)
-    model.config.attention_chunk_size = 4
-    with pytest.raises(NotImplementedError, match="chunked_overlay"):
-        create_chunked_causal_mask(model.config, **given)
 
 
 def test_a_mask_of_new_tokens_alone_is_refused() -> None:
@@ -374,7 +387,7 @@ def test_register() -> None:
     register()
     register("another")
     assert transformers.AttentionInterface()["another"] is attention_forward
-    assert transformers.AttentionMaskInterface()["another"] is padding_mask
+    assert transformers.AttentionMaskInterface()["another"] is model_mask
     for name, message in (("sdpa", "another attention"), ("eager", "another attention"), ("my_flash", "flash")):
         with pytest.raises(ValueError, match=message):
             register(name)
@@ -383,6 +396,28 @@ def test_register() -> None:
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"dash-attn\[hf\]"):
+        register()
+
+
+def fake_transformers(version: str, error: Exception) -> Any:
+    """A module from which nothing can be imported."""
+
+    class Broken(ModuleType):
+        __version__ = version
+
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(f"Could not import module {name!r}") from error
+
+    return Broken("transformers")
+
+
+def test_a_broken_environment_is_not_an_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = RuntimeError("operator torchvision::nms does not exist")
+    monkeypatch.setitem(sys.modules, "transformers", fake_transformers("5.22.2", reason))
+    with pytest.raises(ImportError, match=r"5\.22\.2 is installed and does not load.*torchvision::nms"):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", fake_transformers("4.57.1", reason))
+    with pytest.raises(ImportError, match=r"5 or later.*4\.57\.1"):
         register()
 
 

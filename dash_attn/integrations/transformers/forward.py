@@ -1,0 +1,187 @@
+"""The attention function that Transformers' models call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dash_attn.api import attention
+from dash_attn.integrations.transformers.masks import ModelMask
+from dash_attn.integrations.transformers.packing import Packed, Rows, pack, recent, take
+
+# Arguments of single models that change the result.
+UNSUPPORTED = {
+    "s_aux": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "indices": "attention to chosen tokens",
+    "block_indices": "attention to chosen blocks",
+    "cache": "a paged cache",
+    "block_table": "a paged cache",
+    "output_attentions": "returning attention weights",
+}
+# Tensors that come along with a call and change nothing in the attention, or are read here.
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "cache_position",
+        "input_ids",
+        "inputs_embeds",
+        "token_type_ids",
+        "num_items_in_batch",
+        "labels",
+        "shift_labels",
+    }
+)
+ELSEWHERE = "use attn_implementation='eager' for it"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: ModelMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query, key, value (batch, heads, seqlen, dim), fewer heads of keys allowed; gives (batch, seqlen, heads, dim).
+
+    The mask says all, as it does for Transformers' eager attention. Without a mask `is_causal`, else the module's
+    attribute, and `sliding_window` say what a query sees. Documents are told apart by `cu_seq_lens_q` and
+    `cu_seq_lens_k`, else by the mask and by `position_ids` that start again inside a row. `deterministic` is as for
+    dash_attn.attention, except that a False does not undo torch's flag: some models pass it without having been asked.
+    """
+    _check(module, query, value, dropout, {**kwargs, "softcap": softcap})
+    if isinstance(attention_mask, ModelMask):
+        mask = attention_mask
+        _check_sizes(mask, query, key)
+    elif attention_mask is not None:
+        raise NotImplementedError(
+            f"{_name(module)} got a mask of its own, of shape {tuple(attention_mask.shape)}: dash_attn takes the masks "
+            "that Transformers makes from a padding mask (batch, keys), and documents by cu_seq_lens_q or "
+            "position_ids; for any other mask use attn_implementation='sdpa'"
+        )
+    else:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        mask = _implied(module, query, key, causal, sliding_window)
+    device = query.device.type
+    # Under autocast, or with norms kept in float32, rotated queries and keys are wider than values.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    if mask.number is not None:
+        k, v = (x[:, : mask.number.shape[1]] for x in (k, v))
+    # A window as long as the keys is none.
+    left, right = (None if x is None or x >= k.shape[1] - 1 else x for x in (mask.left, mask.right))
+    if mask.causal:
+        right = left  # causality is the nearer limit
+    windowed = left is not None or right is not None
+    options: dict[str, Any] = {
+        "causal": mask.causal,
+        "window": (left, right) if windowed else None,
+        "scale": scaling,
+        "deterministic": True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic"),
+    }
+    rows = Rows(q.shape[0], q.shape[1], k.shape[1], mask.causal or windowed, windowed)
+    packed = _packed(mask, rows, q.device, kwargs)
+    if packed is None:
+        return attention(q, k, v, **options), None
+    out = attention(
+        take(q, packed.queries),
+        take(k, packed.keys),
+        take(v, packed.keys),
+        cu_seqlens=packed.cu_q,
+        cu_seqlens_k=packed.cu_k,
+        **options,
+    )
+    if packed.queries is not None:
+        everything = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
+        out = everything.index_copy(0, packed.queries, out)
+    return out.view(q.shape), None
+
+
+def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window: int | None) -> ModelMask:
+    """The mask of a call without one."""
+    if window is not None and window < 1:
+        raise ValueError(f"sliding_window must be None or at least 1, got {window}")
+    if causal and query.shape[2] > 1 and query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{_name(module)} gives {query.shape[2]} queries, {key.shape[2]} keys and no mask, and dash_attn cannot "
+            f"know which key a query is level with; {ELSEWHERE}"
+        )
+    side = None if window is None else window - 1  # Transformers counts a token itself in
+    sizes = (query.shape[0], query.shape[2], key.shape[2])
+    return ModelMask(_name(module), sizes, query.device, causal, (side, side))
+
+
+def _check_sizes(mask: ModelMask, query: Tensor, key: Tensor) -> None:
+    asked = (query.shape[0], query.shape[2], key.shape[2])
+    if (mask.batch, mask.len_q, mask.len_k) != asked:
+        raise NotImplementedError(
+            f"{mask.model} uses a mask for (batch, queries, keys) = {(mask.batch, mask.len_q, mask.len_k)} in a call "
+            f"with {asked}, which dash_attn does not do; {ELSEWHERE}"
+        )
+
+
+def _check(module: nn.Module, query: Tensor, value: Tensor, dropout: float, others: dict[str, Any]) -> None:
+    if dropout and module.training:
+        raise NotImplementedError(
+            f"dropout={dropout}: dash_attn has no dropout; set {_dropout_field(module, dropout)}=0.0 in the config"
+        )
+    if others["softcap"] is not None:
+        raise NotImplementedError(f"softcap={others['softcap']}: dash_attn does not cap scores; {ELSEWHERE}")
+    for name, meaning in UNSUPPORTED.items():
+        if others.get(name) is not None and others[name] is not False:
+            raise NotImplementedError(f"{name} was given: dash_attn does not do {meaning}; {ELSEWHERE}")
+    for name, given in others.items():
+        if isinstance(given, Tensor) and name not in HARMLESS:
+            raise NotImplementedError(
+                f"{_name(module)} gives its attention a tensor {name}, which dash_attn does not know; {ELSEWHERE}"
+            )
+    if value.shape[-1] != query.shape[-1]:
+        raise NotImplementedError(
+            f"value has head dim {value.shape[-1]} and query {query.shape[-1]}: dash_attn needs them equal; {ELSEWHERE}"
+        )
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _dropout_field(module: nn.Module, dropout: float) -> str:
+    """The field of the module's own config that has this value, the one that speaks of attention first."""
+    config = getattr(module, "config", None)
+    fields = [
+        name
+        for name, value in (config.to_dict() if config is not None else {}).items()
+        if "drop" in name and value == dropout
+    ]
+    return min(
+        fields, key=lambda name: (not name.startswith("att"), "att" not in name, name), default="attention_dropout"
+    )
+
+
+def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:
+    number = mask.number
+    if kwargs.get("cu_seq_lens_q") is not None:
+        if number is not None and not torch.compiler.is_compiling() and not bool(number.all()):
+            raise ValueError("attention_mask has padding and cu_seq_lens_q was given: leave one out")
+        return Packed.given(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    # Only where a query looks back do positions that start again mean another document.
+    positions = kwargs.get("position_ids") if mask.causal else None
+    # Three-dimensional ones are for rotary embeddings of images; a single query is no pack.
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != rows.len_q or rows.len_q == 1):
+        positions = None
+    if number is None and positions is None:
+        return None
+    if torch.compiler.is_compiling():
+        sizes = [rows.batch, rows.len_q, rows.len_k]
+        return Packed(*pack(number, positions, sizes, rows.by_position, rows.windowed))
+    return recent.packed(number, positions, rows, device)

@@ -1,0 +1,236 @@
+"""What a model gets as a mask: only our attention function can use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
+from dash_attn.integrations.transformers import packing as packing_module  # noqa: E402
+from dash_attn.integrations.transformers.masks import ModelMask  # noqa: E402
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+LENGTH = 33
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+def build(name: str, implementation: str = "dash", kind: str = "ForCausalLM", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    return getattr(transformers, name + kind)._from_config(config, attn_implementation=implementation)
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def plain(**changes: Any) -> ModelMask:
+    given: dict[str, Any] = {"config": transformers.BloomConfig(), "device": torch.device("cpu")}
+    return model_mask(2, 8, 8, 0, 0, masking_utils.causal_mask_function, None, **{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask, scores: scores + mask,
+        lambda mask, scores: mask + scores,
+        lambda mask, scores: scores.masked_fill(mask, 0.0),
+        lambda mask, scores: torch.where(mask, scores, 0.0),
+        lambda mask, scores: torch.cat([mask, scores]),
+        lambda mask, scores: torch.nn.functional.scaled_dot_product_attention(scores, scores, scores, attn_mask=mask),
+        lambda mask, scores: mask[:, :, -1],
+        lambda mask, scores: mask[:, None],
+        lambda mask, scores: mask[:1],
+        lambda mask, scores: mask == 0,
+        lambda mask, scores: ~mask,
+        lambda mask, scores: mask.bool(),
+        lambda mask, scores: mask.expand(2, 4, 8, 8),
+        lambda mask, scores: bool(mask),
+        lambda mask, scores: len(mask),
+        lambda mask, scores: list(mask),
+    ],
+)
+def test_every_use_is_refused_with_the_models_name(use: Any) -> None:
+    with pytest.raises(NotImplementedError, match=r"Bloom .*attn_implementation='eager' for Bloom"):
+        use(plain(), torch.zeros(2, 1, 8, 8))
+
+
+def test_what_a_model_may_do_before_it_hands_a_mask_on() -> None:
+    mask = plain()
+    assert mask is not None
+    assert mask[:, :, :, :8] is mask[..., :99] is mask.to("cpu") is mask.contiguous() is mask
+    assert mask.shape == mask.size() == (2, 1, 8, 8)
+    assert mask.ndim == mask.dim() == 4
+    assert masking_utils.create_causal_mask(build("Llama").config, torch.zeros(2, 8, 64), mask, None) is mask
+
+
+BLOOM = {"vocab_size": 99, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention itself")
+def test_bloom_is_refused() -> None:
+    model = transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**BLOOM), attn_implementation="dash")
+    with pytest.raises(NotImplementedError, match=r"Bloom calculates with its mask.*'eager'"):
+        model(input_ids=tokens())
+
+
+def test_a_model_that_computes_attention_itself_is_announced() -> None:
+    with pytest.warns(UserWarning, match="BloomForCausalLM computes attention itself"):
+        transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**BLOOM), attn_implementation="dash")
+
+
+def test_a_model_with_classes_of_its_own_is_refused_when_built() -> None:
+    config = transformers.GPTJConfig(vocab_size=99, n_embd=64, n_layer=1, n_head=4, rotary_dim=8)
+    with pytest.warns(UserWarning), pytest.raises(NotImplementedError, match=r"GPTJ_ATTENTION_CLASSES.*'eager'"):
+        transformers.GPTJModel._from_config(config, attn_implementation="dash")
+    transformers.GPTJModel._from_config(config, attn_implementation="eager")
+
+
+def given(implementation: str = "dash") -> dict[str, Any]:
+    model = build("Llama", implementation)
+    embeds = model.get_input_embeddings()(tokens())
+    return {"config": model.config, "inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"or_mask_function": lambda b, h, q, k: q == 3},
+        {"and_mask_function": lambda b, h, q, k: k != 3},
+        {"block_sequence_ids": torch.zeros(2, LENGTH, dtype=torch.long)},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_unknown_masks_are_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=r"Llama masks with .*'sdpa'"):
+        masking_utils.create_causal_mask(**given(), **extra)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"or_mask_function": lambda b, h, q, k: q == k},
+        {"and_mask_function": lambda b, h, q, k: k >= 0},
+        {"block_sequence_ids": torch.full((2, LENGTH), -1)},
+        {"or_mask_function": lambda b, h, q, k: q == 3, "attention_mask": (torch.arange(LENGTH) > 3).expand(2, -1)},
+    ],
+    ids=lambda x: next(iter(x)),
+)
+def test_masks_that_are_causal_in_effect_run(extra: dict[str, Any]) -> None:
+    mask = masking_utils.create_causal_mask(**{**given(), **extra})
+    assert (mask.causal, mask.left, mask.right) == (True, None, None)
+
+
+def test_chunks_run_if_the_sequence_fits_into_one() -> None:
+    arguments = given()
+    for size, fits in ((LENGTH, True), (LENGTH - 1, False)):
+        arguments["config"].attention_chunk_size = size
+        if fits:
+            assert masking_utils.create_chunked_causal_mask(**arguments).causal
+        else:
+            with pytest.raises(NotImplementedError, match="chunked_overlay"):
+                masking_utils.create_chunked_causal_mask(**arguments)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_window_on_both_sides_is_as_wide_as_transformers_means(window: int) -> None:
+    """abs(q - k) <= window, without and with padding at the end."""
+    config = build("Mistral", sliding_window=window).config
+    q, k, v = torch.randn(3, 2, 4, 12, 16).unbind()
+    padding = torch.ones(2, 12, dtype=torch.long)
+    padding[0, 9:] = 0
+    for mask in (None, padding):
+        ours, dense = (
+            masking_utils.create_bidirectional_sliding_window_mask(config, torch.zeros(2, 12, 64), mask)
+            for config._attn_implementation_internal in ("dash", "sdpa")
+        )
+        out = attention_forward(torch.nn.Identity(), q, k, v, ours)[0]
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense).transpose(1, 2)
+        real = padding.bool() if mask is not None else torch.ones(2, 12, dtype=torch.bool)
+        torch.testing.assert_close(out[real], expected[real], atol=1e-5, rtol=1e-4)
+
+
+def test_a_hole_in_the_padding_and_a_window_are_refused() -> None:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, 5:9] = 0
+    with pytest.raises(NotImplementedError, match="padding between tokens"):
+        build("Mistral", sliding_window=7)(input_ids=tokens(), attention_mask=mask)
+
+
+def test_gemma3_trains_on_text_alone() -> None:
+    text = {**SMALL, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    logits = []
+    for implementation in ("eager", "dash"):
+        torch.manual_seed(0)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+        )
+        model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation)
+        ids = tokens()
+        out = model.train()(input_ids=ids, token_type_ids=torch.zeros_like(ids), labels=ids)
+        out.loss.backward()
+        logits.append(out.logits.detach())
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_values_are_read_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading from a GPU is waiting for it: not once a layer."""
+    reads = []
+    original = packing_module.read
+    monkeypatch.setattr(packing_module, "read", lambda *args: (reads.append(1), original(*args))[1])
+    model = build("Llama", num_hidden_layers=5)
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :6] = 0
+    cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
+    for arguments in ({}, {"attention_mask": mask}, {"position_ids": cut}, {"position_ids": cut, "use_cache": False}):
+        reads.clear()
+        model(input_ids=tokens(), **arguments)
+        assert len(reads) == 1, arguments
+
+
+def test_changed_positions_are_read_again() -> None:
+    model = build("Llama").eval()
+    where = torch.arange(LENGTH)[None].clone()
+    with torch.no_grad():
+        whole = model(input_ids=tokens(1), position_ids=where).logits
+        where[0, 20:] = torch.arange(LENGTH - 20)
+        packed = model(input_ids=tokens(1), position_ids=where).logits
+        alone = model(input_ids=tokens(1)[:, 20:]).logits
+    torch.testing.assert_close(packed[:, :20], whole[:, :20])
+    torch.testing.assert_close(packed[:, 20:], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_positions_are_no_documents_where_all_see_all() -> None:
+    """BERT: eager lets every token see every other, whatever their positions."""
+    config = {**SMALL, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    del config["num_key_value_heads"], config["head_dim"]
+    cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
+    outs = []
+    for implementation in ("eager", "dash"):
+        torch.manual_seed(0)
+        model = transformers.BertModel._from_config(
+            transformers.BertConfig(**config), attn_implementation=implementation
+        )
+        outs.append(model(input_ids=tokens(), position_ids=cut).last_hidden_state)
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
