@@ -19,9 +19,6 @@ from .launch import Launch
 from .tables import DeviceTables
 from .workspace import Workspace
 
-TRACE = (("trace", True),)  # Options.kernel of the tracing build
-DEBUG = (("debug", True), ("finish", "postpass"))  # Options.kernel of the debug build
-
 
 @dataclass(frozen=True, eq=False)
 class TraceBuffers:

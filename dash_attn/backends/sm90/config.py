@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from .barriers import ring_depth_needed
@@ -187,14 +187,9 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
     return KernelConfig(dim, dtype, mask, ordered, finish, p_early=12, delta_ahead=3)
 
 
-def with_debug(cfg: KernelConfig) -> KernelConfig:
-    """The debug build of an ordered config. Its bits are the same."""
-    return replace(cfg, debug=True, finish="postpass")
-
-
-def with_trace(cfg: KernelConfig) -> KernelConfig:
-    """The tracing build of a config. Its bits are the same."""
-    return replace(cfg, trace=True)
+# Fields of the two special builds, whose bits are those of the plain one.
+DEBUG = (("debug", True), ("finish", "postpass"))
+TRACE = (("trace", True),)
 
 
 def shipped() -> list[KernelConfig]:

@@ -10,6 +10,7 @@ import torch
 
 from dash_attn.backends import Gradients, Options
 from dash_attn.backends.sm90 import builds
+from dash_attn.backends.sm90.config import TRACE
 from dash_attn.backends.sm90.launch import Launch
 from dash_attn.plan import placement
 from dash_attn.prepare import prepare
@@ -30,7 +31,7 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     call = partial(prepared.backward, operands, plain)
     sample([call], 2, device)
     us = {"call": statistics.median(sample([call], 1, device) for _ in range(REPEATS))}
-    launch = prepare(problem, policy, Options(kernel=builds.TRACE), device).run_backward
+    launch = prepare(problem, policy, Options(kernel=TRACE), device).run_backward
     assert isinstance(launch, Launch)
     events = builds.trace(launch, operands, traced)
     if kernels := kernel_shares(call, device):

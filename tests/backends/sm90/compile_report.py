@@ -19,25 +19,24 @@ import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, files
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../.."))
 
-from dash_attn.backends.sm90.config import KernelConfig, select, with_debug, with_trace
+from dash_attn.backends.sm90.config import DEBUG, TRACE, KernelConfig, select
 
 # Address, perhaps a predicate, opcode.
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-BUILDS = {"debug": with_debug, "trace": with_trace, "cut": partial(replace, cut=True)}
+FIELDS = {"debug": dict(DEBUG), "trace": dict(TRACE), "cut": {"cut": True}}  # of a build
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:
     kind, dim, dtype, mask, ordered, keys, *builds = name.split(",")
     cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
     for build in builds:
-        cfg = BUILDS[build](cfg)
+        cfg = replace(cfg, **FIELDS[build])
     return kind, cfg
 
 

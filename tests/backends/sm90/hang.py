@@ -8,6 +8,7 @@ import os
 import sys
 
 from dash_attn.backends.sm90 import builds
+from dash_attn.backends.sm90.config import DEBUG
 from dash_attn.backends.sm90.launch import Launch
 from dash_attn.problem import Problem
 from dash_attn.program import Chain, Run
@@ -15,7 +16,7 @@ from tests.backends.sm90.cases import Case, prepared, room
 
 # One q tile: each chain is one task, and no other waits for the last of them.
 problem = Problem(1, 1, 1, 64, 384, int(sys.argv[1]))
-case, launch = Case.make(problem), prepared(problem, "fa3", **dict(builds.DEBUG)).run_backward
+case, launch = Case.make(problem), prepared(problem, "fa3", **dict(DEBUG)).run_backward
 tables = launch.tables
 runs = tables.runs.clone()
 run = int(runs[:, Run.TURN].argmax())

@@ -16,7 +16,7 @@ from dash_attn.backends.sm90.barriers import (
     NamedBarrier,
     ring_depth_needed,
 )
-from dash_attn.backends.sm90.config import HEAD_DIMS, KernelConfig, select, shipped, with_debug
+from dash_attn.backends.sm90.config import DEBUG, HEAD_DIMS, KernelConfig, select, shipped
 from dash_attn.backends.sm90.smem_plan import GradEntry, TaskEntry, plan
 
 CONFIGS = shipped()
@@ -139,7 +139,7 @@ def test_a_change_of_a_config_is_checked():
 
 @pytest.mark.parametrize("cfg", [c for c in CONFIGS if c.ordered], ids=str)
 def test_every_ordered_config_has_a_debug_build(cfg):
-    assert with_debug(cfg).debug
+    assert dataclasses.replace(cfg, **dict(DEBUG)).debug
 
 
 def test_expected_products():

@@ -9,7 +9,7 @@ import torch
 
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90 import backend, builds, launch
-from dash_attn.backends.sm90.config import REPORT
+from dash_attn.backends.sm90.config import DEBUG, REPORT
 from dash_attn.plan import plan
 from dash_attn.problem import Problem
 
@@ -32,7 +32,7 @@ def debugged(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> build
     planned = plan(PROBLEM, backend.Sm90Backend(CPU).tile_shape(PROBLEM))
     q, k = (torch.zeros(1, length, 2, 128, dtype=torch.bfloat16) for length in (PROBLEM.len_q, PROBLEM.len_k))
     operands = Operands(q, q, k, k, q, torch.zeros(1, 2, PROBLEM.len_q))
-    debugging = backend.launch_of(planned, Options(kernel=builds.DEBUG), CPU)
+    debugging = backend.launch_of(planned, Options(kernel=DEBUG), CPU)
     return builds.debug(debugging, operands, Gradients(*(torch.empty_like(x) for x in (q, k, k))))
 
 

@@ -16,7 +16,7 @@ import torch
 
 from dash_attn.backends.sm90 import builds
 from dash_attn.backends.sm90.builds import Debugged
-from dash_attn.backends.sm90.config import KernelConfig
+from dash_attn.backends.sm90.config import DEBUG, KernelConfig
 from dash_attn.backends.sm90.launch import Launch
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from tests.backends.sm90.cases import Case, policies, prepared, room, same
@@ -80,7 +80,7 @@ def test_contributions_added_in_turn_order_are_dq(name: str, dim: int) -> None:
     problem = Problem(*sizes, dim, mask=mask)
     case = Case.make(problem)
     for policy in policies(problem):
-        launch, into = prepared(problem, policy, **dict(builds.DEBUG)).run_backward, room(case.operands)
+        launch, into = prepared(problem, policy, **dict(DEBUG)).run_backward, room(case.operands)
         debugged = builds.debug(launch, case.operands, into)
         kept = check(problem, launch, debugged, into.dq)
         assert same(case.run(prepared(problem, policy)), into), f"{policy}: the debug build has bits of its own"

@@ -10,7 +10,7 @@ import torch
 
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90 import backend, builds, launch
-from dash_attn.backends.sm90.config import STAMPS
+from dash_attn.backends.sm90.config import DEBUG, STAMPS, TRACE
 from dash_attn.plan import Plan, placement, plan
 from dash_attn.problem import CAUSAL, Problem
 
@@ -39,7 +39,7 @@ def tensors() -> tuple[Operands, Gradients]:
 
 
 def test_the_buffer_has_a_row_for_every_entry(given: list[Any]) -> None:
-    tracing = backend.launch_of(planned(), Options(kernel=builds.TRACE), CPU)
+    tracing = backend.launch_of(planned(), Options(kernel=TRACE), CPU)
     placed, lengths = placement(planned(), 7), np.diff(planned().program.task_first)
     spans = zip(placed.first[:-1], placed.first[1:], strict=True)
     most = max(sum(1 + lengths[chain] for chain in placed.chains[a:b]) for a, b in spans)
@@ -48,20 +48,20 @@ def test_the_buffer_has_a_row_for_every_entry(given: list[Any]) -> None:
 
 
 def test_the_kernel_is_given_the_buffer(given: list[Any]) -> None:
-    tracing = backend.launch_of(planned(), Options(kernel=builds.TRACE), CPU)
+    tracing = backend.launch_of(planned(), Options(kernel=TRACE), CPU)
     events = builds.trace(tracing, *tensors())
     (_, stats, _, facts), *others = given
     assert len(others) == 3 and stats[-1].shape == events.shape and len(stats) == 5 and len(facts) == 2
 
 
 def test_builds_are_not_mixed_up(given: list[Any]) -> None:
-    plain, tracing = (backend.launch_of(planned(), Options(kernel=kind), CPU) for kind in ((), builds.TRACE))
+    plain, tracing = (backend.launch_of(planned(), Options(kernel=kind), CPU) for kind in ((), TRACE))
     with pytest.raises(ValueError, match=r"builds\.trace"):
         tracing(*tensors())
     with pytest.raises(ValueError, match=r"builds\.trace"):
         builds.trace(plain, *tensors())
     with pytest.raises(ValueError, match="choose one"):
-        backend.launch_of(planned(), Options(kernel=(*builds.TRACE, *builds.DEBUG)), CPU)
+        backend.launch_of(planned(), Options(kernel=(*TRACE, *DEBUG)), CPU)
 
 
 def test_too_large_a_margin_is_named(given: list[Any]) -> None:
