@@ -10,6 +10,7 @@ import torch
 from dash_attn.backends.base import Backward, Forward, Gradients, Operands, Options
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
+from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
 from dash_attn.plan import Plan
@@ -30,8 +31,9 @@ class CpuBackend:
         return f"{PROVIDER} (torch {torch.__version__})"
 
     def software(self) -> str:
-        kind = torch.backends.cpu.get_cpu_capability()
-        return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
+        kind, precision = torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.matmul.fp32_precision
+        arithmetic = f"float32 products {'ieee' if precision == 'none' else precision}, arithmetic {probe()[:12]}"
+        return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}, {arithmetic}"
 
     def forward(self, problem: Problem) -> Forward:
         return partial(forward, problem)
