@@ -123,9 +123,10 @@ def test_numbers_too_small_for_the_usual_format() -> None:
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU has no such mode")
     try:
-        assert not unequal(first, step(problem, *drawn))
+        again = step(problem, *drawn)
     finally:
-        torch.set_flush_denormal(False)
+        torch.set_flush_denormal(False)  # in this mode, a comparison takes such numbers for 0
+    assert not unequal(first, again)
 
 
 # ---- identity ----------------------------------------------------------------------------------------------
@@ -233,10 +234,14 @@ def test_a_fork_while_another_thread_starts_workers(monkeypatch: pytest.MonkeyPa
     other.start()
     assert starting.wait(20)
     child = os.fork()
-    if child == 0:  # no assertion here: the child must not come back to pytest
-        signal.alarm(20)
-        forked.set()
-        os._exit(1 if difference(first, run(PLAN, given)) else 0)
+    if child == 0:
+        status = 2
+        try:
+            signal.alarm(20)
+            forked.set()
+            status = 1 if difference(first, run(PLAN, given)) else 0
+        finally:  # the child must not come back to pytest
+            os._exit(status)
     forked.set()
     other.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
