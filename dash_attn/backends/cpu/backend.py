@@ -31,9 +31,11 @@ class CpuBackend:
         return f"{PROVIDER} (torch {torch.__version__})"
 
     def software(self) -> str:
-        kind, precision = torch.backends.cpu.get_cpu_capability(), torch.backends.mkldnn.matmul.fp32_precision
-        arithmetic = f"float32 products {'ieee' if precision == 'none' else precision}, arithmetic {probe()[:12]}"
-        return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}, {arithmetic}"
+        kind = torch.backends.cpu.get_cpu_capability()
+        precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        products = "ieee" if precision == "none" else precision
+        code = f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
+        return f"{code}, float32 products {products}, arithmetic {probe()[:12]}"
 
     def forward(self, problem: Problem) -> Forward:
         return partial(forward, problem)

@@ -77,8 +77,8 @@ def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tu
 
 @dataclass(frozen=True, eq=False)
 class Stripe:
-    """One tile of rows. Row i sees keys `first[i]` up to `end[i] - 1`, if the tile mask shows them. `visits` has the keys
-    of each visit. A visit is partial if a row does not see all its keys."""
+    """One tile of rows. Row i sees keys `first[i]` up to `end[i] - 1`, if the tile mask shows them. `visits` has the
+    keys of each visit, and whether the visit is partial: some row does not see all of its keys."""
 
     rows: slice
     first: Tensor
@@ -113,8 +113,8 @@ def _stripes(problem: Problem) -> Iterator[Stripe]:
             if cells.any() and ((lo < keys.stop) & (hi > keys.start)).any():
                 whole = len(lo) == rows.stop - rows.start and lo.max() <= keys.start and hi.min() >= keys.stop
                 visits.append((keys, not (whole and cells.all())))
-        intervals = (torch.from_numpy(x[rows])[:, None] for x in (first, end))
-        yield Stripe(rows, *intervals, shown, visits)
+        lo, hi = first[rows, None], end[rows, None]
+        yield Stripe(rows, torch.from_numpy(lo), torch.from_numpy(hi), shown, visits)
 
 
 def _shown(tiles: TileMask, cells: Bool, rows: slice, keys: slice) -> Bool:

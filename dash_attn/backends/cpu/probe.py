@@ -21,9 +21,9 @@ def probe() -> str:
     MKL_CBWR, and torch's precision of float32 products. Most of them cannot be read back, so the identity of a run
     covers what they do. Nothing is cached, because a setting can change at any time.
     """
-    digest = hashlib.sha256()
-    run_jobs([lambda: [digest.update(x.numpy().tobytes()) for shape in SHAPES for x in _results(*shape)]], threads=1)
-    return digest.hexdigest()
+    results: list[bytes] = []
+    run_jobs([lambda: results.extend(x.numpy().tobytes() for shape in SHAPES for x in _results(*shape))], threads=1)
+    return hashlib.sha256(b"".join(results)).hexdigest()
 
 
 def _results(rows: int, keys: int, dim: int) -> Iterator[Tensor]:

@@ -27,14 +27,14 @@ def compute_alone() -> None:
         set_number(1)
     torch.set_flush_denormal(False)  # a new thread inherits this mode from its creator
     if torch.get_num_threads() != 1:
-        raise RuntimeError("the CPU backend cannot hold torch to one thread: it needs a torch whose threads are OpenMP's")
+        raise RuntimeError("the CPU backend cannot hold torch to one thread: it needs a torch built with OpenMP")
 
 
 @lru_cache(maxsize=1)
 def thread_local_setters() -> tuple[Callable[[int], object], ...]:
     """Functions of torch's libraries that set the number of threads of the calling thread only."""
     libraries = ctypes.CDLL(torch._C.__file__)  # a lookup here also searches the libraries that torch is linked with
-    names = ["omp_set_num_threads", *(["MKL_Set_Num_Threads_Local"] if torch.backends.mkl.is_available() else [])]
+    names = ["omp_set_num_threads", *(["MKL_Set_Num_Threads_Local"] if torch._C.has_mkl else [])]
     for name in names:
         if not hasattr(libraries, name):
             raise RuntimeError(f"the CPU backend needs {name}, which this build of torch ({torch.__version__}) lacks")
