@@ -34,6 +34,7 @@ PROBLEMS = [
     (Problem(1, 1, 1, 17, 17, 64, "float32", None, FULL), "auto"),
     (Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL), "auto"),
     (Problem(2, 4, 2, 300, 520, 64, "bfloat16", None, FULL), "shift"),
+    (Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL), "spt@head"),
     (Problem(1, 3, 3, 515, 515, 33, "float32", None, CAUSAL), "auto"),
     (Problem(1, 3, 1, 515, 515, 128, "float16", 0.1, CAUSAL), "symmetric_shift"),
     (Problem(1, 1, 1, 2100, 2100, 32, "float32", None, CAUSAL), "fa3"),

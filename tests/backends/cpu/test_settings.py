@@ -29,10 +29,10 @@ PROBLEM = Problem(1, 4, 2, 120, 120, 16, "float32", None, FULL)
 PLAN = plan(PROBLEM, TileShape(16, 16))
 
 
-def step(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def step(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, policy: str = "auto") -> list[Tensor]:
     """out, lse, dq, dk and dv."""
     out, lse = forward(problem, q, k, v)
-    planned = plan(problem, CpuBackend().tile_shape(problem))
+    planned = plan(problem, CpuBackend().tile_shape(problem), policy)
     return [out, lse, *run(planned, Operands(dout, q, k, v, out, lse))]
 
 
@@ -159,14 +159,15 @@ def test_identity_has_the_code_path_of_the_math_library() -> None:
 # ---- defaults of the process -------------------------------------------------------------------------------
 
 
-def test_default_dtype_and_device() -> None:
+@pytest.mark.parametrize("policy", ["auto", "spt@head"])
+def test_default_dtype_and_device(policy: str) -> None:
     problem = Problem(1, 2, 1, 300, 300, 32, "float32", None, window(50, 0))
     drawn = draw(problem, CPU)
-    first = step(problem, *drawn)
+    first = step(problem, *drawn, policy)
     torch.set_default_dtype(torch.float64)
     torch.set_default_device("meta")
     try:
-        again, software = step(problem, *drawn), CpuBackend().software()
+        again, software = step(problem, *drawn, policy), CpuBackend().software()
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
