@@ -219,11 +219,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
     return _apply(q, k, v, prepared)
 
 
-def _is_watched(*tensors: Tensor) -> bool:
-    """Whether somebody looks at operators: a dispatch mode, a transform of torch.func or a tensor subclass."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether somebody looks at operators: a tensor subclass, a dispatch mode or a transform of torch.func."""
+    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
         return True
-    return any(type(x) not in PLAIN for x in tensors)
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
 
 
 def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:

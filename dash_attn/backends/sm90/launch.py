@@ -41,7 +41,7 @@ class Launch:
         # The kernel reads the intervals of rows only for mask "interval". Other masks pass contributors in their place.
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
         self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
-        self.clears = tables.empty_q_tiles or not cfg.ordered
+        self.clears, self.special = tables.empty_q_tiles or not cfg.ordered, cfg.trace or cfg.debug
         self._takes = Alignment()
         self._streams: set[int] = set()  # streams that have used the tables
 
@@ -53,17 +53,15 @@ class Launch:
         extra: Extra | None = None,
     ) -> None:
         """Write the gradients to `into`. Tensors with an unsuitable alignment are copied."""
-        if (extra is None) is (self.cfg.trace or self.cfg.debug):
+        if (extra is None) is self.special:
             raise ValueError("a build that traces or debugs runs through builds.trace or builds.debug, no other does")
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into
-        if not lse.is_contiguous():
-            lse = lse.contiguous()
-        if self._takes(dout, q, k, v, out, dq, dk, dv):
-            self._launch(Operands(dout, q, k, v, out, lse), into, workspace, extra)
+        if lse.is_contiguous() and self._takes(dout, q, k, v, out, dq, dk, dv):
+            self._launch(operands, into, workspace, extra)
             return
         copies = Gradients(aligned(dq), aligned(dk), aligned(dv))
-        inputs = Operands(aligned(dout), aligned(q), aligned(k), aligned(v), aligned(out), lse)
+        inputs = Operands(aligned(dout), aligned(q), aligned(k), aligned(v), aligned(out), lse.contiguous())
         self._launch(inputs, copies, workspace, extra)
         for given, copy in zip(into, copies, strict=True):
             if given is not copy:
