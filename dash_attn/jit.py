@@ -10,7 +10,7 @@ Loop = Callable[..., Any]
 
 
 def compiled(function: Loop) -> Loop:
-    """Compile a loop when it is first called, and keep the machine code on disk for the next process.
+    """Compile a loop when it is first called, and keep the machine code on disk, if a folder there is writable.
 
     numba is imported by that first call, so a process that plans nothing never loads it.
     """
@@ -31,5 +31,8 @@ def _with_numba(function: Loop) -> Loop:
         import numba
     except ImportError:  # numba is a declared dependency, but a machine without it stays usable
         return function
-    loop: Loop = numba.njit(cache=True, nogil=True)(function)
+    try:
+        loop: Loop = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # numba may write neither beside the package nor in a home: every process compiles again
+        loop = numba.njit(nogil=True)(function)
     return loop

@@ -1,1 +1,1 @@
-"""The CPU backend: torch's forward, and a backward that replays a Program on worker threads."""
+"""The CPU backend: a forward tile by tile, and a backward that replays a Program on worker threads."""

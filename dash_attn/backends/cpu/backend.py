@@ -10,6 +10,7 @@ import torch
 from dash_attn.backends.base import Backward, Forward, Gradients, Operands, Options
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
+from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
 from dash_attn.plan import Plan
@@ -31,7 +32,10 @@ class CpuBackend:
 
     def software(self) -> str:
         kind = torch.backends.cpu.get_cpu_capability()
-        return f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
+        precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+        products = "ieee" if precision == "none" else precision
+        code = f"kernel {_sources()[:12]}, torch {torch.__version__}, {kind}"
+        return f"{code}, float32 products {products}, arithmetic {probe()[:12]}"
 
     def forward(self, problem: Problem) -> Forward:
         return partial(forward, problem)

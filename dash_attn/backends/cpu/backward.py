@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from queue import SimpleQueue
-from threading import Lock, Semaphore
 
 import torch
+from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
 from dash_attn.backends.cpu.buffers import Buffers
+from dash_attn.backends.cpu.planes import padded
+from dash_attn.backends.cpu.threads import run_jobs, run_threads
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import Job, Scratch, Worker
 from dash_attn.plan import Plan, placement
 
 ORDERS = ("program", "any")
-
-_starting = Lock()
 
 
 @dataclass(frozen=True)
@@ -54,58 +56,43 @@ def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients)
     """Write dQ, dK and dV. Each worker of the placement is one thread."""
     program, placed = plan.program, placement(plan, config.worker_count(plan))
     g = program.geometry
-    for q_tile in (program.contributors == 0).nonzero()[0].tolist():
-        into.dq[:, q_tile * g.tile_m : (q_tile + 1) * g.tile_m] = 0
+    buffers, jobs = Buffers.of(plan.problem, g, operands, into)
+    unseeing = (program.contributors == 0).nonzero()[0].tolist()
+    jobs += [into.dq[:, q_tile * g.tile_m : (q_tile + 1) * g.tile_m].zero_ for q_tile in unseeing]
+    run_jobs(jobs, config.thread_count())
+
     permits: SimpleQueue[Scratch] = SimpleQueue()
     for _ in range(config.thread_count()):
         permits.put(Scratch(g))
     turnstiles = Turnstiles(g.num_targets, ordered=config.order == "program")
-    buffers = Buffers.of(plan.problem, g, operands, into)
     job = Job(program, plan.problem.softmax_scale, buffers, turnstiles, permits, config.jitter)
-    chains, ready = placed.chains.tolist(), Semaphore(0)
-    workers = [Worker(job, chains[a:b], ready) for a, b in pairwise(placed.first.tolist()) if a < b]
-    try:
-        _start(workers, ready)
-        for worker in workers:
-            worker.join()
-    except BaseException as error:  # an interrupt must not leave threads behind
-        turnstiles.stop(error)
-        for worker in workers:
-            if worker.ident is not None:
-                worker.join()
-        raise
+    chains = placed.chains.tolist()
+    run_threads([Worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b], turnstiles.stop)
     if turnstiles.error is not None:
         raise turnstiles.error
     if buffers.parts is not None:
-        for grad, parts in zip((into.dk, into.dv), buffers.parts, strict=True):
-            batch, panels, keys, dim = parts.shape
-            first, *others = parts.view(batch, panels // g.share, g.share, keys, dim).unbind(2)
-            for other in others:  # in the order of the q heads
-                first.add_(other)
-            grad.transpose(1, 2).copy_(first)
+        sums = zip((into.dk, into.dv), buffers.parts, strict=True)
+        run_jobs([job for grad, parts in sums for job in _sums(grad, parts, g.share)], config.thread_count())
 
 
-def _start(workers: list[Worker], ready: Semaphore) -> None:
-    """Start the workers, and keep torch's number of threads for the caller.
+def _sums(grad: Tensor, parts: Tensor, share: int) -> Iterator[Callable[[], None]]:
+    """Jobs that sum the parts of each kv head."""
 
-    torch has one number of threads for each thread and one default for new threads. A worker sets both to 1. This
-    function restores the default once all workers run. The lock stops two callers from restoring each other's 1.
-    """
-    with _starting:
-        threads = torch.get_num_threads()
-        try:
-            for worker in workers:
-                worker.start()
-            for _ in workers:
-                ready.acquire()
-        finally:
-            torch.set_num_threads(threads)
+    def add(batch: int, head: int) -> None:
+        first, *others = parts[batch, head * share : (head + 1) * share]
+        for other in others:  # in the order of the q heads
+            first.add_(other)
+        grad[batch, :, head].copy_(first)
+
+    return (partial(add, batch, head) for batch in range(grad.shape[0]) for head in range(grad.shape[2]))
 
 
 def workspace_bytes(plan: Plan, config: CpuConfig) -> int:
     """Bytes that `backward` allocates beside the gradients, without small objects. They are linear in the tokens."""
     problem, g = plan.problem, plan.program.geometry
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
-    planes = rows_q * (4 * problem.dim + 1) + rows_k * 2 * problem.dim
-    scores = config.thread_count() * 3 * g.tile_m * g.tile_n
+    dim, threads = padded(problem.dim), config.thread_count()
+    parts = 2 * rows_k * g.share * problem.dim if g.share > 1 else 0
+    planes = rows_q * (3 * dim + 2) + (2 * rows_k + threads * problem.len_q) * dim + parts
+    scores = threads * 3 * g.tile_m * g.tile_n
     return 4 * (planes + scores + config.worker_count(plan) * (2 * g.tile_n + g.tile_m) * problem.dim)

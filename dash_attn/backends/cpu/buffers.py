@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
+from dash_attn.backends.cpu.planes import copies, planes
+from dash_attn.backends.cpu.threads import Job
 from dash_attn.problem import Problem
 from dash_attn.program import Geometry
 
@@ -44,49 +48,58 @@ class Buffers:
     """Tiles by number: (batch * heads + head) * tiles + tile.
 
     All views are made here, once. A worker that made views would hold the interpreter, and other workers would wait.
-
-    Operands are copied even if they are fp32. The products then always have the same strides and alignment, which can
-    change the bits of a library's product.
     """
 
     queries: list[QueryTile]
     keys: list[KeyTile]
-    parts: tuple[Tensor, Tensor] | None  # dK and dV of cut chains, fp32 (batch, panels, keys, dim)
+    parts: list[Tensor] | None  # dK and dV of cut chains, fp32 (batch, panels, keys, dim)
 
     @staticmethod
-    def of(problem: Problem, geometry: Geometry, operands: Operands, grads: Gradients) -> Buffers:
-        q, k, v, dout, out = (
-            x.transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-            for x in (operands.q, operands.k, operands.v, operands.dout, operands.out)
-        )
+    def of(problem: Problem, g: Geometry, operands: Operands, grads: Gradients) -> tuple[Buffers, list[Job]]:
+        """The buffers, and the jobs that fill them."""
+        q, k, v, dout = (planes(x) for x in (operands.q, operands.k, operands.v, operands.dout))
+        lse, delta = (torch.empty((*q.shape[:3], 1), dtype=torch.float32, device="cpu") for _ in range(2))
         first, end = (torch.from_numpy(x)[:, None] for x in problem.mask.intervals(problem.len_q, problem.len_k))
         queries = (
-            q.mul_(problem.softmax_scale),
+            q,
             dout,
-            operands.lse.unsqueeze(-1),
-            out.mul_(dout).sum(-1, keepdim=True),
+            lse,
+            delta,
             first.expand(*q.shape[:3], 1),
             end.expand(*q.shape[:3], 1),
-            torch.empty_like(q),
+            planes(operands.q),
             grads.dq.transpose(1, 2),
         )
-        index = torch.arange(problem.len_k, dtype=torch.int32).expand(k.shape[:3])
-        parts = None
-        dk, dv = grads.dk.transpose(1, 2), grads.dv.transpose(1, 2)
-        if geometry.share > 1:
-            k, v, index = (x.repeat_interleave(geometry.share, 1) for x in (k, v, index))
-            dk, dv = parts = torch.empty_like(k), torch.empty_like(v)
-        keys = (k, v, index, dk, dv)
-        return Buffers(
-            [QueryTile(*parts) for parts in zip(*(_tiles(x, geometry.tile_m) for x in queries), strict=True)],
-            [
-                KeyTile(k, k.t(), v.t(), index, dk, dv)
-                for k, v, index, dk, dv in zip(*(_tiles(x, geometry.tile_n) for x in keys), strict=True)
-            ],
+        index = torch.from_numpy(np.arange(problem.len_k, dtype=np.int32)).expand(k.shape[:3])
+        parts, dk, dv = None, grads.dk.transpose(1, 2), grads.dv.transpose(1, 2)
+        if g.share > 1:
+            shape = (problem.batch, g.heads_kv, problem.len_k, problem.dim)
+            dk, dv = parts = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2)]
+        shared = (_tiles(x, g.tile_n, g.share) for x in (k, v, index))
+        keys = (*shared, _tiles(dk, g.tile_n), _tiles(dv, g.tile_n))
+        buffers = Buffers(
+            [QueryTile(*fields) for fields in zip(*(_tiles(x, g.tile_m) for x in queries), strict=True)],
+            [KeyTile(k, k.t(), v.t(), index, dk, dv) for k, v, index, dk, dv in zip(*keys, strict=True)],
             parts,
         )
+        heads = ((b, h) for b in range(problem.batch) for h in range(problem.heads_q))
+        return buffers, [
+            *copies(operands.q, q, problem.softmax_scale),
+            *copies(operands.k, k),
+            *copies(operands.v, v),
+            *(partial(_fill, operands, at, (dout, lse, delta)) for at in heads),
+        ]
 
 
-def _tiles(planes: Tensor, size: int) -> list[Tensor]:
-    """Views of a tensor (batch, heads, rows, ...), with `size` rows each."""
-    return [tile for batch in planes for plane in batch for tile in plane.split(size)]
+def _tiles(planes: Tensor, size: int, share: int = 1) -> list[Tensor]:
+    """Views of a tensor (batch, heads, rows, ...), with `size` rows each. Every head comes `share` times."""
+    return [tile for batch in planes for plane in batch for _ in range(share) for tile in plane.split(size)]
+
+
+def _fill(operands: Operands, at: tuple[int, int], into: tuple[Tensor, Tensor, Tensor]) -> None:
+    """dout, lse, and delta = sum(out * dout) of one (batch, head)."""
+    (batch, head), (dout, lse, delta) = at, (x[at] for x in into)
+    dout.copy_(operands.dout[batch, :, head])
+    lse.copy_(operands.lse[at].unsqueeze(-1))
+    out = torch.empty_like(dout, memory_format=torch.preserve_format)
+    delta.copy_(out.copy_(operands.out[batch, :, head]).mul_(dout).sum(-1, keepdim=True))

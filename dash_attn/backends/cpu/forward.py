@@ -1,69 +1,124 @@
-"""forward: torch's flash kernel for the CPU, with every mask."""
+"""forward: attention tile by tile. The maximum and the sum of a row are kept up to date from tile to tile."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dash_attn.backends.cpu.planes import copies, planes
+from dash_attn.backends.cpu.threads import Job, run_jobs
 from dash_attn.problem import Problem, TileMask
 
-PROVIDER = "aten._scaled_dot_product_flash_attention_for_cpu"
+Bool = npt.NDArray[np.bool_]
 
-# The kernel takes an additive mask with an element for each pair. So rows are cut into bands, and each band gets only
-# the keys that it sees. Memory and work for windows and documents are then proportional to the number of tokens.
-BAND = 512
+PROVIDER = "dash_attn, tile by tile"
+
+# The tile of the forward changes bits, so it is the same for every problem.
+ROWS, KEYS = 256, 512
+
+LOWEST = torch.finfo(torch.float32).min
 
 
 @torch.no_grad()
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), fp32, natural logarithm.
 
-    A row that sees no key has out = 0 and lse = -inf.
+    A row that sees no key has out = 0 and lse = -inf. One thread with one math thread computes a tile of rows, from
+    copies of the operands. So neither the number of threads nor the layout of the operands changes bits.
     """
-    # The kernel assumes a last stride of 1 and does not check it.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    k, v = (x.repeat_interleave(problem.group, dim=2) if problem.group > 1 else x for x in (k, v))
-    mask, len_q, len_k = problem.mask, problem.len_q, problem.len_k
-    # The kernel's own causal mask is aligned at the start. It is also scaled, so a scale of 0 or less would break it.
-    plain_causal = mask.is_causal and len_q == len_k and problem.softmax_scale > 0
-    if len_q and len_k and (mask.is_full or plain_causal):
-        return _kernel(problem, (q, k, v), is_causal=mask.is_causal)
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_full((problem.batch, problem.heads_q, len_q), -math.inf, dtype=torch.float32)
-    row_lo, row_hi = (torch.from_numpy(x).unsqueeze(-1) for x in mask.intervals(len_q, len_k))
-    for begin in range(0, len_q, BAND):
-        rows = slice(begin, min(begin + BAND, len_q))
-        lo, hi = row_lo[rows], row_hi[rows]
-        keys = slice(int(lo.min()), int(hi.max()))
-        if keys.start >= keys.stop:
-            continue
-        column = torch.arange(keys.start, keys.stop)
-        allowed = (column >= lo) & (column < hi)
-        if mask.tiles is not None:
-            allowed &= _cells(mask.tiles, rows, keys)
-        sees = allowed.any(1)
-        bias = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill_(~allowed, -math.inf)
-        band_out, band_lse = _kernel(problem, (q[:, rows], k[:, keys], v[:, keys]), attn_mask=bias)
-        # The kernel's values for fully masked rows have no meaning. Such rows keep out = 0 and lse = -inf.
-        out[:, rows][:, sees] = band_out[:, sees]
-        lse[:, :, rows][:, :, sees] = band_lse[:, :, sees]
+    out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
+    lse = torch.empty((problem.batch, problem.heads_q, problem.len_q), dtype=torch.float32, device="cpu")
+    mine = [planes(x) for x in (q, k, v)]
+    threads = torch.get_num_threads()
+    scales = (problem.softmax_scale / math.log(2), 1.0, 1.0)  # exp2 is faster than exp
+    run_jobs(chain.from_iterable(copies(*each) for each in zip((q, k, v), mine, scales, strict=True)), threads)
+
+    def jobs(stripe: Stripe) -> Iterator[Job]:
+        for batch in range(problem.batch):
+            for head in range(problem.heads_q):
+                kv = batch, head // problem.group
+                operands = mine[0][batch, head, stripe.rows], mine[1][kv], mine[2][kv]
+                results = out[batch, stripe.rows, head], lse[batch, head, stripe.rows]
+                yield partial(_attend, stripe, operands, results)
+
+    longest_first = sorted(_stripes(problem), key=lambda stripe: -len(stripe.visits))
+    run_jobs(chain.from_iterable(map(jobs, longest_first)), threads)
     return out, lse
 
 
-def _kernel(
-    problem: Problem, qkv: tuple[Tensor, Tensor, Tensor], *, is_causal: bool = False, attn_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in qkv)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, is_causal=is_causal, attn_mask=attn_mask, scale=problem.softmax_scale
-    )
-    return out.transpose(1, 2).contiguous(), lse.contiguous()
+def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
+    """One tile of rows of one head. The queries are already scaled, for powers of 2."""
+    (q, k, v), (out, lse) = operands, results
+    rows, dim = q.shape
+    scores = q.new_empty(rows * KEYS)
+    highest, total, sums = q.new_full((rows, 1), -math.inf), q.new_zeros(rows, 1), q.new_zeros(rows, dim)
+    for keys, is_partial in stripe.visits:
+        columns = keys.stop - keys.start
+        p = torch.mm(q, k[keys].t(), out=scores[: rows * columns].view(rows, columns))
+        if is_partial:
+            torch.minimum(p, stripe.limits(keys), out=p)
+        before, highest = highest, torch.maximum(highest, p.amax(1, keepdim=True))
+        base = highest.clamp(min=LOWEST)  # finite, also for a row that has seen no key
+        p.sub_(base).exp2_()
+        fade = before.sub_(base).exp2_()
+        total.mul_(fade).add_(p.sum(1, keepdim=True))
+        sums.mul_(fade).addmm_(p, v[keys])
+    out.copy_(sums.div_(total.clamp(min=1.0)))  # the total is at least 1, unless the row sees no key
+    lse.copy_(total.log2_().add_(highest).mul_(math.log(2)).squeeze(1))
 
 
-def _cells(tiles: TileMask, rows: slice, keys: slice) -> Tensor:
-    """These rows and keys of a tile mask, element by element."""
-    cells = torch.from_numpy(tiles.cells())
-    row, key = torch.arange(rows.start, rows.stop), torch.arange(keys.start, keys.stop)
-    return cells[(row // tiles.cell_m)[:, None], key // tiles.cell_n]
+@dataclass(frozen=True, eq=False)
+class Stripe:
+    """One tile of rows. Row i sees keys `first[i]` up to `end[i] - 1`, if the tile mask shows them. `visits` has the
+    keys of each visit, and whether the visit is partial: some row does not see all of its keys."""
+
+    rows: slice
+    first: Tensor
+    end: Tensor
+    shown: Callable[[slice, slice], Bool] | None
+    visits: list[tuple[slice, bool]]
+
+    def limits(self, keys: slice) -> Tensor:
+        """What a score may be at most: -inf if the mask hides the pair, else inf. Limits are computed at each visit,
+        because the limits of all visits can be quadratic in the tokens."""
+        key = torch.arange(keys.stop - keys.start, dtype=torch.float32, device="cpu")
+        first, end = ((bound - keys.start).to(torch.float32) for bound in (self.first, self.end))
+        seen = key.new_empty(len(first), len(key))
+        limits = torch.ge(key, first, out=torch.empty_like(seen)).mul_(torch.lt(key, end, out=seen))
+        if self.shown is not None:
+            limits.mul_(torch.from_numpy(self.shown(self.rows, keys)))
+        return limits.sub_(0.5).mul_(math.inf)
+
+
+def _stripes(problem: Problem) -> Iterator[Stripe]:
+    first, end = problem.mask.intervals(problem.len_q, problem.len_k)
+    tiles = problem.mask.tiles
+    shown = None if tiles is None else partial(_shown, tiles, tiles.cells())
+    for start in range(0, problem.len_q, ROWS):
+        rows = slice(start, min(start + ROWS, problem.len_q))
+        lo, hi = first[rows], end[rows]
+        lo, hi = lo[lo < hi], hi[lo < hi]
+        visits = []
+        for key in range(int(lo.min(initial=problem.len_k)) // KEYS * KEYS, int(hi.max(initial=0)), KEYS):
+            keys = slice(key, min(key + KEYS, problem.len_k))
+            cells = np.True_ if shown is None else shown(rows, keys)
+            if cells.any() and ((lo < keys.stop) & (hi > keys.start)).any():
+                whole = len(lo) == rows.stop - rows.start and lo.max() <= keys.start and hi.min() >= keys.stop
+                visits.append((keys, not (whole and cells.all())))
+        lo, hi = first[rows, None], end[rows, None]
+        yield Stripe(rows, torch.from_numpy(lo), torch.from_numpy(hi), shown, visits)
+
+
+def _shown(tiles: TileMask, cells: Bool, rows: slice, keys: slice) -> Bool:
+    """Rows and keys of a tile mask, element by element."""
+    row, key = np.arange(rows.start, rows.stop), np.arange(keys.start, keys.stop)
+    shown: Bool = cells[(row // tiles.cell_m)[:, None], key // tiles.cell_n]
+    return shown

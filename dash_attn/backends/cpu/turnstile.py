@@ -51,7 +51,11 @@ class Turnstiles:
             for moved in self._moved.values():
                 moved.notify_all()
 
-    def _admits(self, target: int, turn: int) -> bool:
+    def check(self) -> None:
+        """Raise Stopped if no contribution is admitted any more."""
         if self.error is not None:
             raise Stopped
+
+    def _admits(self, target: int, turn: int) -> bool:
+        self.check()
         return not self._busy[target] and (not self._ordered or self._served[target] == turn)

@@ -6,12 +6,13 @@ import random
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Semaphore, Thread
+from threading import Thread
 
 import torch
 from torch import Tensor
 
 from dash_attn.backends.cpu.buffers import Buffers, KeyTile, QueryTile
+from dash_attn.backends.cpu.threads import compute_alone
 from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
 from dash_attn.program import Geometry, Program
 
@@ -24,7 +25,7 @@ class Scratch:
     """Memory for the scores of one tile. It is also the permit to compute: there is one for each computing thread."""
 
     def __init__(self, geometry: Geometry) -> None:
-        self._buffers = torch.empty(3, geometry.tile_m * geometry.tile_n)
+        self._buffers = torch.empty((3, geometry.tile_m * geometry.tile_n), dtype=torch.float32, device="cpu")
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def views(self, rows: int, columns: int) -> tuple[Tensor, ...]:
@@ -50,22 +51,22 @@ class Job:
 class Worker(Thread):
     """Runs chains one after the other. It sums dK and dV of a chain in visit order, in its own buffers."""
 
-    def __init__(self, job: Job, chains: list[int], ready: Semaphore) -> None:
+    def __init__(self, job: Job, chains: list[int]) -> None:
         super().__init__(name="dash_attn", daemon=True)
         g, dim = job.program.geometry, job.buffers.queries[0].q.shape[-1]
-        self._job, self._chains, self._ready = job, chains, ready
+        self._job, self._chains = job, chains
         self._scratch: Scratch | None = None
-        self._dk, self._dv, self._dq = (torch.empty(tile, dim) for tile in (g.tile_n, g.tile_n, g.tile_m))
+        self._dk, self._dv, self._dq = (
+            torch.empty((tile, dim), dtype=torch.float32, device="cpu") for tile in (g.tile_n, g.tile_n, g.tile_m)
+        )
 
     def run(self) -> None:
         try:
-            # The first call that needs the number of threads copies the process's number. The copy must happen before
-            # set_num_threads, because it would undo that setting.
-            torch.get_num_threads()
-            torch.set_num_threads(1)
-            self._ready.release()
-            with torch.no_grad():
+            compute_alone()
+            # Only in this mode may a thread write to a tensor that its caller has made in this mode.
+            with torch.inference_mode():
                 for chain in self._chains:
+                    self._job.turnstiles.check()
                     self._run_chain(*self._job.program.chains[chain].tolist())
         except Stopped:
             pass

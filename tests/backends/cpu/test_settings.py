@@ -1,0 +1,248 @@
+"""What a process sets for itself changes no bit and breaks nothing, and the backend sets nothing for others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn.backends import Operands
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.backends.cpu.forward import forward
+from dash_attn.backends.cpu.worker import Worker
+from dash_attn.plan import plan
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.tiling import TileShape
+from dash_attn.tools.bench.operands import draw
+from tests.backends.cpu.reference import CPU, difference, operands, run
+
+PROBLEM = Problem(1, 4, 2, 120, 120, 16, "float32", None, FULL)
+PLAN = plan(PROBLEM, TileShape(16, 16))
+
+
+def step(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, policy: str = "auto") -> list[Tensor]:
+    """out, lse, dq, dk and dv."""
+    out, lse = forward(problem, q, k, v)
+    planned = plan(problem, CpuBackend().tile_shape(problem), policy)
+    return [out, lse, *run(planned, Operands(dout, q, k, v, out, lse))]
+
+
+def unequal(some: list[Tensor], others: list[Tensor]) -> list[str]:
+    names = ("out", "lse", "dq", "dk", "dv")
+    return [name for name, a, b in zip(names, some, others, strict=True) if not torch.equal(a, b)]
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def threads_of_a_new_thread() -> int:
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+# ---- bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("len_q", "mask"),
+    [
+        (17, FULL),
+        (17, CAUSAL),
+        (529, FULL),
+        (529, window(100, 20)),
+        (529, documents([0, 17, 300, 529], causal=True)),
+        (530, tiles([[1, 0], [1, 1]], 265, 265)),
+    ],
+    ids=str,
+)
+def test_torchs_number_of_threads(len_q: int, mask: Mask, dtype: str) -> None:
+    """One head, so that a library has nothing to split but the products themselves."""
+    problem = Problem(1, 1, 1, len_q, len_q, 64, dtype, None, mask)
+    drawn, results = draw(problem, CPU), []
+    for count in (1, 4, 16):
+        with threads(count):
+            results.append(step(problem, *drawn))
+    assert [unequal(results[0], other) for other in results[1:]] == [[], []]
+
+
+def heads_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def in_a_pack(x: Tensor) -> Tensor:
+    """The middle of a tensor (batch, seqlen, 3, heads, dim)."""
+    return torch.stack((x.neg(), x, x.neg()), 2)[:, :, 1]
+
+
+def one_number_later(x: Tensor) -> Tensor:
+    room = torch.empty(x.numel() + 1, dtype=x.dtype)
+    return room[1:].view(x.shape).copy_(x)
+
+
+def dims_first(x: Tensor) -> Tensor:
+    return x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
+
+
+@pytest.mark.parametrize("dim", [33, 64])
+def test_layout_of_the_operands(dim: int) -> None:
+    problem = Problem(2, 3, 3, 515, 515, dim, "float32", None, CAUSAL)
+    drawn = draw(problem, CPU)
+    first = step(problem, *drawn)
+    layouts: list[Callable[[Tensor], Tensor]] = [heads_first, in_a_pack, one_number_later, dims_first]
+    for layout in layouts:
+        assert not unequal(first, step(problem, *(layout(x) for x in drawn))), layout.__name__
+
+
+def test_numbers_too_small_for_the_usual_format() -> None:
+    """A thread inherits from its creator whether such numbers count as 0."""
+    problem = Problem(1, 1, 1, 40, 40, 16, "float32", None, FULL)
+    drawn = draw(problem, CPU)
+    drawn = (drawn[0] * 1e-40, *drawn[1:])
+    first = step(problem, *drawn)
+    assert first[2].any()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU has no such mode")
+    try:
+        again = step(problem, *drawn)
+    finally:
+        torch.set_flush_denormal(False)  # in this mode, a comparison takes such numbers for 0
+    assert not unequal(first, again)
+
+
+# ---- identity ----------------------------------------------------------------------------------------------
+
+
+def test_identity_has_the_precision_of_products() -> None:
+    before = CpuBackend().software()
+    assert CpuBackend().software() == before
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert CpuBackend().software() != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert CpuBackend().software() == before
+
+
+def test_identity_has_the_code_path_of_the_math_library() -> None:
+    if not torch.backends.mkl.is_available():
+        pytest.skip("MKL_CBWR is a variable of MKL, and this torch has another library")
+    print_it = "from dash_attn.backends.cpu.probe import probe; print(probe())"
+    environments = [os.environ | {"MKL_CBWR": "COMPATIBLE"}, os.environ | {"OMP_NUM_THREADS": "3"}]
+    other, same = (
+        subprocess.run([sys.executable, "-c", print_it], env=env, capture_output=True, text=True, check=True).stdout
+        for env in environments
+    )
+    assert other != same
+    assert same.strip()[:12] in CpuBackend().software()
+
+
+# ---- defaults of the process -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["auto", "spt@head"])
+def test_default_dtype_and_device(policy: str) -> None:
+    problem = Problem(1, 2, 1, 300, 300, 32, "float32", None, window(50, 0))
+    drawn = draw(problem, CPU)
+    first = step(problem, *drawn, policy)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        again, software = step(problem, *drawn, policy), CpuBackend().software()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert not unequal(first, again)
+    assert software == CpuBackend().software()
+
+
+def test_inference_mode() -> None:
+    drawn = draw(PROBLEM, CPU)
+    first = step(PROBLEM, *drawn)
+    with torch.inference_mode():
+        assert not unequal(first, step(PROBLEM, *(x.clone() for x in drawn)))
+
+
+# ---- other threads -----------------------------------------------------------------------------------------
+
+
+def test_a_thread_born_meanwhile_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = set(), threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        original(self)
+        if self.name == "dash_attn":
+            time.sleep(0.01)
+            seen.add(threads_of_a_new_thread())
+
+    with threads(3):
+        given = operands(PROBLEM)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        run(PLAN, given)
+        assert seen == {3}
+        assert torch.get_num_threads() == 3
+
+
+def test_an_interrupt_between_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, original = iter(range(10**6)), Worker.start
+
+    def start(self: Worker) -> None:
+        original(self)
+        if next(started) == 2:
+            raise KeyboardInterrupt
+
+    with threads(3):
+        monkeypatch.setattr(Worker, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            run(PLAN, operands(PROBLEM))
+        assert [torch.get_num_threads(), threads_of_a_new_thread()] == [3, 3]
+    assert not any(isinstance(thread, Worker) for thread in threading.enumerate())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_fork_while_another_thread_starts_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, original = operands(PROBLEM), Worker.start
+    starting, forked = threading.Event(), threading.Event()
+    first = run(PLAN, given)
+
+    def start(self: Worker) -> None:
+        original(self)
+        starting.set()
+        forked.wait(20)
+
+    monkeypatch.setattr(Worker, "start", start)
+    other = threading.Thread(target=run, args=(PLAN, given))
+    other.start()
+    assert starting.wait(20)
+    child = os.fork()
+    if child == 0:
+        status = 2
+        try:
+            signal.alarm(20)
+            forked.set()
+            status = 1 if difference(first, run(PLAN, given)) else 0
+        finally:  # the child must not come back to pytest
+            os._exit(status)
+    forked.set()
+    other.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
