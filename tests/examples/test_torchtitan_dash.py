@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dash_attn
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.prepare import prepare
+from dash_attn.problem import Problem
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/torchtitan_dash.py"
 
@@ -131,8 +134,15 @@ def test_what_attention_gave_is_kept(titan: Any, monkeypatch: pytest.MonkeyPatch
     assert titan.keep_attention(SelectiveAC.Config(preserve_rng_state=False)).preserve_rng_state is False
     module = titan.DashAttention(titan.dash_attention(VarlenAttention.Config()))
     forwards = []
-    original = dash_attn.backends.cpu.forward
-    monkeypatch.setattr(dash_attn.backends.cpu, "forward", lambda *given: (forwards.append(1), original(*given))[1])
+    original = CpuBackend.forward
+
+    def counted(backend: CpuBackend, problem: Problem) -> Any:
+        run = original(backend, problem)
+        return lambda *qkv: (forwards.append(1), run(*qkv))[1]
+
+    monkeypatch.setattr(CpuBackend, "forward", counted)
+    prepare.cache_clear()
+    monkeypatch.setattr("dash_attn.api.calls._seen", {})
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE

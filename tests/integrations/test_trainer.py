@@ -16,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from dash_attn.api.arguments import wants_determinism  # noqa: E402
-from dash_attn.integrations import transformers as integration  # noqa: E402
+from dash_attn.integrations.transformers import forward as integration  # noqa: E402
+from dash_attn.integrations.transformers import register  # noqa: E402
 
 STEPS = 20
 SIZES: dict[str, Any] = {
@@ -48,7 +49,7 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that asked for speed, until a Trainer asks for determinism; put back afterwards."""
-    integration.register()
+    register()
     for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "ASCEND_LAUNCH_BLOCKING", "HCCL_DETERMINISTIC"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")

@@ -71,8 +71,9 @@ def _with_dash(checked: Callable[..., str]) -> Callable[..., str]:
 
 def _prepare(model: Any, name: str) -> None:
     for table, classes in class_tables(model).items():
-        if name not in classes:
-            classes[name] = _refusing(model.__name__, table, sorted(classes))
+        own = sorted(each for each, made in classes.items() if not hasattr(made, "refuses"))
+        if name not in own:
+            classes[name] = _refusing(model.__name__, table, own)  # anew for each model, because it names the model
     if not model._can_set_attn_implementation():
         warnings.warn(
             f"{model.__name__} computes attention itself, so attn_implementation={name!r} does not change it; "
@@ -99,4 +100,5 @@ def _refusing(model: str, table: str, names: list[str]) -> Callable[..., NoRetur
             "can run in: use attn_implementation='eager' for it"
         )
 
+    refuse.refuses = model  # type: ignore[attr-defined]
     return refuse

@@ -20,6 +20,7 @@ from dash_attn.tools.bench.report import (
     TableText,
     default_of,
     geometric_mean,
+    hosts,
     is_ours,
     markdown_table,
     median,
@@ -59,6 +60,7 @@ def headline(results: Results) -> TableText:
         ("models", results["models"]["rows"], "models"),
         ("long sequences (one of 8k to 128k tokens)", long, "length"),
         ("one short sequence (1k to 4k tokens)", short, "length"),
+        ('few key/value heads, `policy="auto@head"`', results["few"]["rows"], "few"),
     ]
     lines = []
     for name, rows, suite in groups:
@@ -94,8 +96,20 @@ def length(results: Results) -> TableText:
     return [*header, "FA4 det, MB", "ours, MB"], [[*line, *mb] for line, mb in zip(lines, memory, strict=True)]
 
 
+def few(results: Results) -> TableText:
+    """Beside ours without '@head', which orders all q heads of a kv head together."""
+    rows, (header, lines) = results["few"]["rows"], _beside(results["few"])
+    whole = [next(name for name in row["us"] if is_ours(name) and name != default_of(row)) for row in rows]
+    ratios = [times(speed(row, name)) for row, name in zip(rows, whole, strict=True)]
+    return [*header, "ours / without @head"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
+
+
 def padded(results: Results) -> TableText:
     return _beside(results["padded"])
+
+
+def host(results: Results) -> TableText:
+    return hosts(results["host"])
 
 
 def _beside(result: Result) -> TableText:
@@ -167,7 +181,9 @@ TABLES: dict[str, Callable[[Results], TableText]] = {
     "noise": noise,
     "models": models,
     "length": length,
+    "few": few,
     "padded": padded,
+    "host": host,
 }
 
 

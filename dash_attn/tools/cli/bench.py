@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dash_attn.tools.bench.report import Result
     from dash_attn.tools.bench.suites import Suite
 
-SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, padded, block, deviation, host"
+SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, padded, block, deviation, host"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BACKENDS = {"sm90": "bfloat16", "cpu": "float32"}  # name and the dtype that it runs unless another is given
 TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
 SMS = 132  # of an H100 or H200
-ORDERS = f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64"
+ORDERS = f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders each query head by itself"
 
 # What the options for a problem mean, in every command.
 SEQLEN = "tokens of a sequence"

@@ -370,6 +370,7 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Theme], Figure]] = {
     "grid_close": throughput,
     "grid_ours": throughput,
     "models": models,
+    "few": models,
     "padded": models,
     "price": prices,
     "length": lengths,
