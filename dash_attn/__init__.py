@@ -1,4 +1,4 @@
-"""dash_attn: deterministic attention for training. A schedule is data."""
+"""dash_attn: deterministic attention for training. The order of its sums is data."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

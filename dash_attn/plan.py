@@ -1,4 +1,4 @@
-"""problem -> tiling -> order -> program -> verified plan: all of dash_attn except the arithmetic, cached."""
+"""plan: from a problem to a verified Program, by way of its tiling and order. Results are cached."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trains a small GPT twice from one seed and compares every weight after every step, bit for bit. Downloads nothing.
 
-python examples/train_gpt_twice.py                        both runs are the same, on a CPU in under a minute
+python examples/train_gpt_twice.py                        both runs are the same; about a minute on a CPU
 python examples/train_gpt_twice.py --second-policy fa3    the second run has another fixed order: the runs differ
 python examples/train_gpt_twice.py --non-deterministic    gradients are added as they come: the runs differ by chance
 

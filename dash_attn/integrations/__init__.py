@@ -1,1 +1,1 @@
-"""Places where other libraries let an attention be plugged in."""
+"""dash_attn as the attention of other libraries."""

@@ -1,4 +1,4 @@
-"""Which worker runs which chain, and when: what fixes the speed and no bit."""
+"""Which worker runs which chain, and when. This changes the speed and never a bit."""
 
 from dash_attn.launch.placement import place
 from dash_attn.launch.queue import enqueue

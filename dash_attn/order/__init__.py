@@ -1,4 +1,4 @@
-"""Which tile is visited when, and in which turn it adds: what fixes the bits."""
+"""The order: which tile a chain visits when, and in which turn it adds. The order fixes the bits."""
 
 from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, parse, resolve
 from dash_attn.order.types import Choice, Order, Rounds, Template

@@ -1,4 +1,4 @@
-"""Policies: named rules that turn a tiling into an order. The only registry; a new order is a new entry."""
+"""Policies: named rules that turn a tiling into an order. POLICIES lists all of them."""
 
 from __future__ import annotations
 

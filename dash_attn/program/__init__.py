@@ -1,4 +1,4 @@
-"""Orders frozen as data."""
+"""Programs: an order and its launch queue as tables of numbers."""
 
 from dash_attn.program.codec import Limits, load, save
 from dash_attn.program.program import (

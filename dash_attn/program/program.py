@@ -1,4 +1,4 @@
-"""Program: an order and its launch queue frozen as int32 tables, which all who run, check, model or draw it read."""
+"""Program: an order and its launch queue as read-only int32 tables. Backends, checks, models and pictures read them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Run the tables in the abstract: who waits for whom, and when.
+"""Replay: run the tasks of a Program without computing, to see which task waits for which, and when.
 
-Turns and visit orders are fixed. So the same tasks get done at the same times, whichever sequence is advanced first:
-no event queue is needed, and one pass is enough. Checking and simulating are the same loop.
+Turns and visit orders are fixed. So every task runs at the same time, whichever worker the loop advances first. The
+loop needs no event queue and passes over the tasks once. `verify` and `simulate` use the same loop.
 """
 
 from __future__ import annotations

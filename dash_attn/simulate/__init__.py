@@ -1,4 +1,4 @@
-"""Programs in time, without a GPU."""
+"""Simulation: when every task of a Program runs, in a model of time. It needs no GPU."""
 
 from dash_attn.simulate.closed_forms import CLOSED_FORMS, ClosedForm
 from dash_attn.simulate.models import Machine, Model, Paper

@@ -1,8 +1,8 @@
-"""The best order there is, under the paper's model, for problems small enough to ask: constraint programming.
+"""The exact solver: the best order of a small problem in the paper's model of time, by constraint programming.
 
-A task computes, then waits for its turn, then adds; a chain holds its worker from its first task to its last. So the
-solver only bounds how many chains run at once, and which chain runs on which worker is read off its timetable.
-Candidates and answers are scored by the same simulator, and measured against the same lower bound, as everything else.
+A task computes, waits for its turn, and adds. A chain holds its worker from its first task to its last. So the solver
+only limits how many chains run at the same time. Its timetable then says which worker runs which chain. The simulator
+and the lower bound that judge all other orders also judge the solver's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that stand between a program and its launch."""
+"""The checks that a Program must pass before it runs."""
 
 from dash_attn.verify.checks import Placed, TooFewWorkers, Verified, VerifyError, verify
 from dash_attn.verify.matching import matches

@@ -1,4 +1,4 @@
-"""Nothing runs unverified: a program does every tile once, in an order that exists and cannot deadlock."""
+"""verify: a Program visits every tile once, its turns are complete, and it cannot deadlock. Nothing runs unverified."""
 
 from __future__ import annotations
 

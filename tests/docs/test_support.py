@@ -23,9 +23,10 @@ HEAD = """# What is supported
 
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
 
-Each row names the tests that show it. `make test` runs the tests of the column CPU. `make gpu-test` runs those of the
-column GPU, which need a Hopper GPU; they have been run on an H200 with torch 2.11. *Refused* means an error that says
-what to do instead. *No test* means that it may work, but no test shows it.
+Each row names a feature and the tests that show it. *Yes* means that a test shows it. *Refused* means an error that
+says what to do instead. *No test* means that it may work, but no test shows it. `make test` runs the tests of the
+column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hopper GPU. They have run on an H200 with
+torch 2.11.
 """
 
 

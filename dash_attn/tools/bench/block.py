@@ -1,9 +1,9 @@
-"""A transformer block end to end, forward and backward: what attention's backward is worth where it is used.
+"""A transformer block, forward and backward: how much a faster backward of attention gains there.
 
-A module of our own at a model's real dimensions, without its weights: norm, query/key/value projection, rotary
-positions where the model has them, attention, projection, norm, MLP. No conditioning of diffusion blocks, no window
-of SAM's local blocks, and experts as one dense MLP (see cases.Model). Variants differ in attention's backward alone:
-all take the same forward.
+The block has a model's real dimensions and random weights: norm, query/key/value projection, rotary positions where the
+model has them, attention, projection, norm, MLP. It leaves out the conditioning of diffusion blocks and the window of
+SAM's local blocks. One dense MLP stands for experts (see cases.Model). Variants share the forward and differ only in
+attention's backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Other backwards, each behind the same two lines: prepare, call.
+"""Peers: the backwards of other libraries. Each is prepared once and then called.
 
-A peer that is not installed, or cannot do a problem, raises; whoever asked reports it with the reason.
+A peer that is not installed, or that cannot run a problem, raises an error. The caller reports it with the reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Time and memory of calls.
 
-Rounds are interleaved, because the clocks of a power-limited GPU wander, and all shall wander alike. Each round has
-its own order, and each sample untimed calls before it: a variant that always came after one that stalls, and so lets
-the GPU cool, was measured 5 to 9 % faster than between busy ones.
+The clock of a GPU at its power limit changes during a run. So rounds are interleaved, and a change of the clock meets
+all variants alike. A variant that always follows a slow one finds a cooler GPU and looks 5 to 9 % faster. So each
+round has its own sequence of variants, and untimed calls of the same variant come before each sample.
 """
 
 from __future__ import annotations

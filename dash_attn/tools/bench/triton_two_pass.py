@@ -1,8 +1,8 @@
-"""A backward in two passes, in Triton: one kernel owns tiles of dK and dV, another tiles of dQ, no sum is shared.
+"""A backward in two passes, in Triton: one kernel computes dK and dV, another dQ. No two workers add to one tile.
 
-The plain way to a deterministic backward, and what it costs: S and dP are computed twice, seven products for five. It
-stands for the class of baseline that the paper takes from Triton's tutorial. Full and causal masks, any length, GQA.
-Tensors are contiguous (batch, seqlen, heads, dim), lse and delta (batch, heads, seqlen).
+This is the simple way to a deterministic backward. It computes S and dP twice, so it has seven products instead of
+five. It stands for the baseline that the paper takes from Triton's tutorial. It takes full and causal masks, any
+length, and GQA. Tensors are contiguous (batch, seqlen, heads, dim), lse and delta (batch, heads, seqlen).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dash-attn demo`: the main job on this machine. Run every policy, check it, show the schedules."""
+"""`dash-attn demo`: runs every policy on this machine, checks the gradients, draws the timelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dash-attn demo and doctor: see it work, and see whether it works here."""
+"""The commands `dash-attn demo` and `dash-attn doctor`, and their options."""
 
 from __future__ import annotations
 

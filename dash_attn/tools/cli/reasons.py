@@ -1,7 +1,7 @@
-"""The usual reasons why a run still differs, each looked at where it can be.
+"""The usual reasons why a run still differs, and whether they hold in this process.
 
-`reasons()` speaks of the process it is called in: from a shell that is the environment, called in a training script it
-also sees what the script has set.
+`reasons()` looks at the process that calls it. From a shell it sees the environment. In a training script it also sees
+what the script has set.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the GPU really did: stamps of a tracing kernel as a Timeline, and the machine model fitted to measurements.
+"""Traces: the time stamps of a tracing kernel as a Timeline, and the machine model fitted to measurements.
 
-`run`, `record` and `measured` work on a GPU machine that has torch and the kernel compiler alone; what is not `run`
-needs no GPU.
+`run`, `record` and `measured` need no other packages than torch and the kernel compiler. Only `run` needs a GPU.
 """

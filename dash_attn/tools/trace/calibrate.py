@@ -1,8 +1,8 @@
 """Fit the machine model to measured times of whole calls, and say how well it predicts them.
 
-A call runs a kernel before the main kernel (`start`), the main kernel, and where dQ is finished by a pass of its own,
-that pass (`finish`). The model gives the time of the main kernel. The two others only stream tensors, and all cells of
-one head dim have equally many tokens, so each of the two is one number a head dim.
+A call runs a kernel before the main kernel (`start`), the main kernel, and in some cells a kernel that finishes dQ
+(`finish`). The model gives the time of the main kernel. The two others only stream tensors, and all cells of one head
+dim have the same number of tokens. So the fit has one number for each of the two and each head dim.
 """
 
 from __future__ import annotations

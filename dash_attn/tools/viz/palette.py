@@ -1,4 +1,4 @@
-"""Colours of every picture, chosen once: tasks by place, waiting in the one colour no task has.
+"""The colours of all pictures. Tasks are coloured by place. Waiting has a colour that no task has.
 
 Tiles take a ramp of steadily rising lightness, which stays readable without colour vision; heads take the hues of
 Okabe and Ito. A reduction is its task, darker. Stalls are hatched as well as coloured.

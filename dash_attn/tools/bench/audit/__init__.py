@@ -1,1 +1,1 @@
-"""Does it really repeat, bit for bit, whatever else the machine does? Work runs in child processes under a watchdog."""
+"""The audit: repeats a backward under stress and compares bits. The work runs in child processes under a watchdog."""

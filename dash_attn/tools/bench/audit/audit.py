@@ -1,4 +1,4 @@
-"""Repeat, compare, report."""
+"""audit: repeats the targets under the stressors, compares their bits and reports."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The process that computes: told by a file what to do, says on standard output how far it is. It may hang or die;
-whoever started it sees that."""
+"""The child process that computes. It reads a file that says what to do, and writes its progress to standard output.
+
+It may hang or die. The process that started it notices.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits against bits: which tensors differ, where first, how far, how often."""
+"""Compares bits: which tensors differ, where first, by how much, and in how many runs."""
 
 from __future__ import annotations
 

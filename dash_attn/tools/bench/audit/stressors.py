@@ -1,4 +1,4 @@
-"""What a target is repeated under. Each stressor yields the gradients of every repeat, computed and waited for."""
+"""Stressors: the conditions of a repeat. Each yields the gradients of every repeat when they are computed."""
 
 from __future__ import annotations
 

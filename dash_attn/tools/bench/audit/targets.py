@@ -1,4 +1,4 @@
-"""Who is audited: ours, a peer, or any function given as module:name with the arguments of dash_attn.backward."""
+"""Targets: what is audited. Ours, a peer, or a function module:name with the arguments of dash_attn.backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: runs children, hears how far they are, and ends each one that has been silent for too long."""
+"""The watchdog: runs child processes, reads their progress, and ends each one that is silent for too long."""
 
 from __future__ import annotations
 
