@@ -67,7 +67,7 @@ class Kernels(NamedTuple):
     prepare: Kernel
     main: Kernel
     finish: Kernel | None  # None if the last contributor finishes dQ
-    fold: Kernel | None = None  # None if chains are not cut
+    add_parts: Kernel | None = None  # None if chains are not cut
 
 
 # ---- where kernels are kept --------------------------------------------------------------------------------
@@ -219,5 +219,5 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 def kernels(cfg: KernelConfig) -> Kernels:
     """The kernels of a config. A process compiles them at most once, and not at all if the folder has them."""
     finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
-    fold = side_kernel("fold", replace(shared(cfg), cut=True)) if cfg.cut else None
-    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, fold)
+    add_parts = side_kernel("add_parts", replace(shared(cfg), cut=True)) if cfg.cut else None
+    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, add_parts)

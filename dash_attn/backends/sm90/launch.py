@@ -36,7 +36,7 @@ class Launch:
 
     def __init__(self, cfg: KernelConfig, tables: DeviceTables, scale: float) -> None:
         self.cfg, self.tables, self.scale = cfg, tables, scale
-        self.prepare, self.main, self.finish, self.fold = kernels(cfg)
+        self.prepare, self.main, self.finish, self.add_parts = kernels(cfg)
         program = (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors)
         # The kernel reads the intervals of rows only for mask "interval". Other masks pass contributors in their place.
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
@@ -97,8 +97,8 @@ class Launch:
         self.main((q, dout, k, v, *into), stats, self.program, facts)
         if self.finish is not None:
             self.finish(workspace.dq_sum, into.dq, self.scale)
-        if self.fold is not None:
-            self.fold(*parts, (into.dv, into.dk), self.scale)
+        if self.add_parts is not None:
+            self.add_parts(*parts, (into.dv, into.dk), self.scale)
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:

@@ -30,8 +30,8 @@ GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
 GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
 GROUPS["cut"] = ["main,128,bf16,causal,1,0,cut", "main,64,bf16,full,1,4096,cut", "main,80,fp16,causal,0,0,cut"]
-FOLD = [f"fold,{dim},bf16,full,1,0,cut" for dim in (64, 80, 128)]
-SIDE = [*FOLD, *(f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128))]
+ADD_PARTS = [f"add_parts,{dim},bf16,full,1,0,cut" for dim in (64, 80, 128)]
+SIDE = [*ADD_PARTS, *(f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128))]
 
 
 def reports(names: list[str]) -> dict[str, dict]:

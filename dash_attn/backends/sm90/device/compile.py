@@ -106,13 +106,13 @@ def compile_finish(cfg: KernelConfig, options: str = ""):
     )
 
 
-def compile_fold(cfg: KernelConfig, options: str = ""):
-    from .fold import Fold
+def compile_add_parts(cfg: KernelConfig, options: str = ""):
+    from .add_parts import AddParts
 
     batch, sk, hk, planes, n_kv = symbols(5)
     grads = tuple(heads_tensor(cfg, batch, sk, hk) for _ in range(2))
     parts = parts_of(cfg, planes, n_kv)
-    return cute.compile(Fold(cfg), parts, grads, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
+    return cute.compile(AddParts(cfg), parts, grads, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
 
 
-COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "fold": compile_fold}
+COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "add_parts": compile_add_parts}

@@ -12,7 +12,7 @@ from .finish import store_rounded
 THREADS = 128
 
 
-class Fold:
+class AddParts:
     def __init__(self, cfg: KernelConfig):
         self.cfg = cfg
 
