@@ -17,16 +17,9 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
+from tests.integrations.small import LENGTH, SMALL  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": {"num_key_value_heads": 4},
     "Qwen2": {"num_key_value_heads": 2},
@@ -34,7 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_key_value_heads": 2, "sliding_window": None, "num_local_experts": 4},
 }
 EVERY = pytest.mark.parametrize("name", MODELS)
-LENGTH = 33
 
 
 @pytest.fixture(autouse=True)

@@ -10,18 +10,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations.transformers import register  # noqa: E402
+from tests.integrations.small import GROUPED, LENGTH  # noqa: E402
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-LENGTH = 33
 MASK = (torch.arange(LENGTH) >= torch.tensor([[7], [0]])).long()
 HOLED = MASK.clone()
 HOLED[1, 5:9] = 0
@@ -44,7 +34,7 @@ def registered() -> None:
 def run(name: str, given: dict[str, Any], compiled: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     torch.manual_seed(0)
     window = {"sliding_window": 7} if name == "Mistral" else {}
-    config = getattr(transformers, f"{name}Config")(**SMALL, **window)
+    config = getattr(transformers, f"{name}Config")(**GROUPED, **window)
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, attn_implementation="dash")
     forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
     ids = torch.randint(97, (2, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -15,18 +15,7 @@ from transformers import masking_utils  # noqa: E402
 from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 from dash_attn.integrations.transformers import packing as packing_module  # noqa: E402
 from dash_attn.integrations.transformers.masks import ModelMask  # noqa: E402
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-}
-LENGTH = 33
+from tests.integrations.small import GROUPED, LENGTH  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +25,7 @@ def registered() -> None:
 
 def build(name: str, implementation: str = "dash", kind: str = "ForCausalLM", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
+    config = getattr(transformers, f"{name}Config")(**{**GROUPED, **changes})
     return getattr(transformers, name + kind)._from_config(config, attn_implementation=implementation)
 
 
@@ -178,7 +167,7 @@ def test_a_hole_in_the_padding_and_a_window_are_refused() -> None:
 
 
 def test_gemma3_trains_on_text_alone() -> None:
-    text = {**SMALL, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {**GROUPED, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     logits = []
     for implementation in ("eager", "dash"):
@@ -223,7 +212,7 @@ def test_changed_positions_are_read_again() -> None:
 
 def test_positions_are_no_documents_where_all_see_all() -> None:
     """BERT: eager lets every token see every other, whatever their positions."""
-    config = {**SMALL, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    config = {**GROUPED, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     del config["num_key_value_heads"], config["head_dim"]
     cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
     outs = []
