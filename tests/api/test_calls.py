@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import dash_attn
 from dash_attn.api import calls
+from dash_attn.problem import Problem
 
 LENGTH = 24
 
@@ -89,3 +91,38 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for cut in range(1, 9):
         dash_attn.backward(**arguments(cu_seqlens_q=[0, cut, LENGTH]))
         assert len(calls._seen) <= 3
+
+
+def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call builds one Problem, reads cu_seqlens once and plans once; the next calls do none of it."""
+    counts: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, **k: (counts.update([name]), original(*a, **k))[1])
+
+    counted(Problem, "__post_init__")
+    counted(torch.Tensor, "tolist")
+    counted(importlib.import_module("dash_attn.prepare"), "plan")
+    monkeypatch.setattr(calls, "_seen", {})
+    q, k, v = (torch.randn(LENGTH, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 13, LENGTH], dtype=torch.int32)
+    read = []
+    monkeypatch.setattr(calls, "_values", {})
+    for _ in range(3):
+        dash_attn.attention(q, k, v, causal=True, cu_seqlens=cu)
+        read.append(dict(counts))
+    assert read[0]["__post_init__"] == read[0]["plan"] == 1 and read[0]["tolist"] == read[2]["tolist"]
+    assert read[1] == read[2] == read[0]
+
+
+def test_boundaries_are_read_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is known by identity and version: what changes it, or another tensor, is read again."""
+    reads: list[int] = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (reads.append(id(x)), original(x))[1])
+    cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)
+    assert calls.read(cu) == calls.read(cu) == (0, 7, LENGTH) and len(reads) == 1
+    cu[1] = 9
+    assert calls.read(cu) == (0, 9, LENGTH) and len(reads) == 2
+    assert calls.read(cu.clone()) == (0, 9, LENGTH) and len(reads) == 3
