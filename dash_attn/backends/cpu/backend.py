@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dash_attn.backends.base import Backward, Forward, Gradients, Operands, Options
+from dash_attn.backends.base import Backward, Forward, Options
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
 from dash_attn.backends.cpu.probe import probe
@@ -43,14 +43,7 @@ class CpuBackend:
     def backward(self, plan: Plan, options: Options) -> Backward:
         config = CpuConfig(**dict(options.kernel))  # type: ignore[arg-type]
 
-        def run(operands: Operands, into: Gradients) -> None:
-            if any(x.numel() == 0 for x in into):
-                for grad in into:
-                    grad.zero_()
-            else:
-                backward(plan, config, operands, into)
-
-        return run
+        return partial(backward, plan, config)
 
     def workers(self, plan: Plan) -> int:
         return CpuConfig().worker_count(plan)

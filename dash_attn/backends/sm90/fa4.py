@@ -67,8 +67,8 @@ class Fa4Forward:
                     out, lse, *_ = entry()(q, k, v, **how)
                 self._noted[key] = recorder.note((q, k, v, out, lse), how)
             return out, lse
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
         noted.kernel(q, k, v, out, lse, *noted.others)
         return out, lse
 
