@@ -98,6 +98,20 @@ def test_no_row_is_wrong_or_a_crash() -> None:
     assert not [family for family, verdict in verdicts.items() if verdict in ("wrong", "crash")]
 
 
+def test_rows_of_some_families_are_merged(tmp_path: Path) -> None:
+    file = tmp_path / "models.md"
+    file.write_text("kept\n")
+    outcomes = [compare.Outcome("llama", "right"), compare.Outcome("bloom"), compare.Outcome("bert", "own")]
+    table.write(outcomes, "5", file)
+    table.write([compare.Outcome("bloom", "refused")], "5", file, merge=True)
+    assert list(table.read(file)) == ["bert", "bloom", "llama"]
+    text = file.read_text()
+    assert text.startswith("kept\n")
+    assert "3 families" in text
+    for line in ("- 1 families run", "- 1 are right by", "- 1 are refused", "- 0 are not built"):
+        assert line in text
+
+
 def test_published_head_dims() -> None:
     assert gpu_cell("llama") == "yes: 128"
     assert gpu_cell("deepseek_v3") == "no: 192/128"
