@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dash_attn.integrations.transformers import attention_forward, register
 from dash_attn.integrations.transformers.sweep import inputs
-from dash_attn.integrations.transformers.sweep.families import architectures, causal_names, config_class
-from dash_attn.integrations.transformers.sweep.small import shrink
+from dash_attn.integrations.transformers.sweep.families import architectures, causal_names
+from dash_attn.integrations.transformers.sweep.small import small_config
 
 LARGEST = 200_000_000  # parameters
 SECONDS = 40
@@ -81,7 +81,7 @@ def _examine(outcome: Outcome) -> None:
     except ImportError as error:
         outcome.reason = _short(error)
         return
-    for cls in classes[:4]:
+    for cls in list(dict.fromkeys(classes))[:4]:
         for narrow in (True, False):
             try:
                 config, eager, given = _eager(outcome.family, cls, narrow)
@@ -102,7 +102,7 @@ def _examine(outcome: Outcome) -> None:
 
 def _eager(family: str, cls: Any, narrow: bool, **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     """The reference, and inputs that it takes."""
-    config = shrink(config_class(family)(), narrow)
+    config = small_config(family, narrow)
     for name, value in changes.items():
         setattr(config, name, value)
     with torch.device("meta"):
@@ -210,7 +210,7 @@ def _cases(model: Any, given: dict[str, Tensor]) -> Iterator[tuple[str, dict[str
             yield f"{side}-padded", {**given, "attention_mask": mask}, True
         mask = torch.ones(1, length, dtype=torch.long)
         mask[0, :5] = 0
-        alone = {name: x[:1] for name, x in given.items()}
+        alone = {name: x[:1] if isinstance(x, Tensor) else x for name, x in given.items()}
         yield "left-padded, batch 1", {**alone, "attention_mask": mask}, True
     if "position_ids" in names:
         cut = inputs.FIRST_DOCUMENT
@@ -312,7 +312,8 @@ def seed() -> None:
 def _leak(eager: Any, dash: Any, given: dict[str, Any]) -> str | None:
     """Whether another last token changes what comes before it, where it does not with eager."""
     changed = given["input_ids"].clone()
-    changed[:, -1] = torch.where(changed[:, -1] == changed.max(), changed.min(), changed.max())
+    # A token from nearby, because the smallest and the largest ids can stand for images.
+    changed[:, -1] = torch.where(changed[:, -1] == changed[:, -2], changed[:, -3], changed[:, -2])
     moved = []
     with torch.no_grad():
         for model in (eager.eval(), dash.eval()):
