@@ -26,6 +26,7 @@ from dash_attn.integrations.transformers.sweep.small import small_config
 LARGEST = 200_000_000  # parameters
 SECONDS = 40
 NO_MODEL = "no model class"  # a config that is only a part of others
+NO_FORWARD = "no forward: only its parts, or other methods, are called"
 TOLERANCE = 2e-3  # of the largest number in a tensor
 
 
@@ -80,6 +81,9 @@ def _examine(outcome: Outcome) -> None:
         classes = architectures(outcome.family)
     except ImportError as error:
         outcome.reason = _short(error)
+        return
+    if classes and classes[0].forward is torch.nn.Module.forward:
+        outcome.reason = NO_FORWARD
         return
     for cls in list(dict.fromkeys(classes))[:4]:
         for narrow in (True, False):
@@ -200,7 +204,7 @@ def _cases(model: Any, given: dict[str, Tensor]) -> Iterator[tuple[str, dict[str
     yield "training", given, True
     yield "eval", given, False
     names = inputs.arguments(model)
-    if "input_ids" not in given:
+    if "input_ids" not in given or given["input_ids"].shape[1] <= inputs.FIRST_DOCUMENT:
         return
     batch, length = given["input_ids"].shape
     if "attention_mask" in names:

@@ -10,6 +10,9 @@ ONES = [[1] * 14] * BOTH
 GRID = [[1, 4, 4]] * BOTH
 CORNERS = [[[x, y] for y in range(4) for x in range(4)]] * BOTH
 IMAGE = (BOTH, 3, 32, 32)
+# Row, column and colours of each patch.
+PATCHES = [[[1.0 + i // 4, 1.0 + i % 4, *((i * 7 + j) % 11 / 5 - 1 for j in range(768))] for i in range(16)]] * BOTH
+SHARED = {kind: ((BOTH, 2, 14, 16),) * 2 for kind in ("full_attention", "sliding_attention")}
 
 
 def pictures(token: int, number: int) -> list[list[int]]:
@@ -36,6 +39,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "fun_asr_nano_encoder": {"input_features": (BOTH, 20, 560), "input_features_mask": [[1] * 20] * BOTH},
     "gemma3n_audio": {"audio_mel": (BOTH, 64, 64), "audio_mel_mask": [[False] * 64] * BOTH},
     "gemma4_vision": {"pixel_values": (BOTH, 16, 192), "pixel_position_ids": CORNERS},
+    "gemma4_assistant": {"inputs_embeds": (BOTH, 14, 64), "shared_kv_states": SHARED},
+    "gemma4_unified_assistant": {"inputs_embeds": (BOTH, 14, 64), "shared_kv_states": SHARED},
+    "musicgen": {"input_ids": WORDS, "decoder_input_ids": WORDS * 4},
+    "musicgen_melody": {"input_ids": WORDS, "decoder_input_ids": WORDS * 4},
+    "pvt": {"pixel_values": (BOTH, 3, 224, 224)},
     "idefics": {
         "pixel_values": (BOTH, 1, 3, 32, 32),
         "input_ids": WORDS,
@@ -74,10 +82,10 @@ GIVEN: dict[str, dict[str, Any]] = {
         "aspect_ratio_ids": [[1]] * BOTH,
         "aspect_ratio_mask": [[[1, 1, 0, 0]]] * BOTH,
     },
-    "molmo2_adapter": {"image_features": (BOTH, 16, 64), "pooled_patches_idx": [[[0, 1], [2, 3]]] * BOTH},
+    "molmo2_adapter": {"image_features": (BOTH, 16, 64), "pooled_patches_idx": [[0, 1], [2, 3]]},
     "molmo2_vision": {"pixel_values": (BOTH, 729, 192)},
-    "moshi_depth": {"input_ids": [row[:2] for row in WORDS], "last_hidden_state": (BOTH, 1, 64)},
-    "muse_glimmer_assistant": {"noise_embeds": (BOTH, 14, 64), "context_hidden_states": (BOTH, 14, 128)},
+    "moshi_depth": {"input_ids": [row[:8] for row in WORDS], "last_hidden_state": (BOTH, 1, 64)},
+    "muse_glimmer_assistant": {"noise_embeds": (BOTH, 14, 64), "context_hidden_states": (BOTH, 14, 128), "attention_mask": [[1] * 28] * BOTH},
     "muse_glimmer_vision": {"pixel_values": (32, 384), "grid_thw": GRID},
     "muse_spark_audio": {"input_values": (BOTH, 1920)},
     "muse_spark_vision": {"pixel_values": (32, 384), "grid_thw": GRID},
@@ -94,8 +102,8 @@ GIVEN: dict[str, dict[str, Any]] = {
         "pixel_attention_mask": [[True]] * BOTH,
         "attention_mask": [[1] * 30] * BOTH,
     },
-    "pix2struct": {"flattened_patches": (BOTH, 16, 770), "decoder_input_ids": WORDS},
-    "pix2struct_vision_model": {"flattened_patches": (BOTH, 16, 770)},
+    "pix2struct": {"flattened_patches": PATCHES, "decoder_input_ids": WORDS},
+    "pix2struct_vision_model": {"flattened_patches": PATCHES},
     "qwen2_5_omni_audio_encoder": {"input_features": (128, 100), "feature_lens": [60, 40], "aftercnn_lens": [30, 20]},
     "qwen2_5_omni_dit": {
         "hidden_states": (BOTH, 14, 80),
@@ -147,7 +155,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "future_values": (BOTH, 7),
         "future_time_features": (BOTH, 7, 1),
     },
-    "tvp": {"input_ids": WORDS, "pixel_values": (BOTH, 1, 3, 32, 32)},
+    "tvp": {"input_ids": WORDS, "pixel_values": (BOTH, 1, 3, 128, 128)},
     "video_llama_3_vision": {"pixel_values": (32, 192), "grid_thw": GRID, "merge_sizes": [1, 1]},
     "videoprism": {"pixel_values_videos": (BOTH, 4, 3, 32, 32), "input_ids": WORDS},
     "voxtral_realtime": {"input_ids": WORDS, "input_features": (BOTH, 128, 112)},

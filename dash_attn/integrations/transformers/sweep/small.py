@@ -45,16 +45,17 @@ def shrink(config: Any, narrow: bool = True) -> Any:
     return config
 
 
-def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
+def _shrink(config: Any, narrow: bool, free_ids: Any, backbone: bool = False) -> None:
     from transformers import PreTrainedConfig
 
     fields = {name: value for name in config.to_dict() if (value := _field(config, name)) is not None}
-    staged = _has_stages(config)
+    # A model around a backbone takes the outputs of some of its layers, by their numbers.
+    staged = len(getattr(config, "out_indices", None) or ()) > (0 if backbone else 1)
     layers = None if staged else _kept_layers(config, fields)
     nope, rope, value_dim = (fields.get(f"{name}_head_dim", 0) for name in ("qk_nope", "qk_rope", "v"))
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, narrow, free_ids)
+            _shrink(value, narrow, free_ids, "backbone" in name)
             continue
         if staged and LAYERS.match(name):
             continue
@@ -78,11 +79,6 @@ def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
         for name in fields:
             if LAYERS.match(name) and fields[name] == layers[0]:
                 setattr(config, name, len(layers[1]))
-
-
-def _has_stages(config: Any) -> bool:
-    """Whether a model around the config takes the outputs of several of its layers, by their numbers."""
-    return len(getattr(config, "out_indices", None) or ()) > 1
 
 
 def _fill(config: Any) -> None:
