@@ -36,6 +36,8 @@ TREACHEROUS = [
     "luke",
     "rembert",
     "t5gemma",
+    "autoformer",
+    "diffusion_gemma",
 ]
 # Every kind of model: decoders, encoders, both, experts, state spaces, images, sound, several at once.
 SPREAD = [
