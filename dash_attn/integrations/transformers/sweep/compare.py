@@ -266,10 +266,11 @@ def _case(eager: Any, dash: Any, name: str, given: dict[str, Any], training: boo
 
 def _difference_alone(eager: Any, computed: dict[str, Tensor], given: dict[str, Any]) -> str | None:
     """Against each document by itself: there are models whose eager attention lets packed documents see each other."""
+    by_token = {k for k, x in given.items() if isinstance(x, Tensor) and x.shape == given["input_ids"].shape}
     ends = [0, inputs.FIRST_DOCUMENT, given["input_ids"].shape[1]]
     parts = []
     for begin, end in pairwise(ends):
-        cut = {k: x[:, begin:end] if k in ("input_ids", "position_ids") else x for k, x in given.items()}
+        cut = {k: x[:, begin:end] if k in by_token else x for k, x in given.items()}
         parts.append(_run(eager, cut, True)[0])
     joined = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     same_shape = {name: x for name, x in computed.items() if x.shape == joined[name].shape}

@@ -12,7 +12,7 @@ CORNERS = [[[x, y] for y in range(4) for x in range(4)]] * BOTH
 IMAGE = (BOTH, 3, 32, 32)
 # Row, column and colours of each patch.
 PATCHES = [[[1.0 + i // 4, 1.0 + i % 4, *((i * 7 + j) % 11 / 5 - 1 for j in range(768))] for i in range(16)]] * BOTH
-SHARED = {kind: ((BOTH, 2, 14, 16),) * 2 for kind in ("full_attention", "sliding_attention")}
+SHARED = {kind: ((BOTH, 2, 14, 256),) * 2 for kind in ("full_attention", "sliding_attention")}
 
 
 def pictures(token: int, number: int) -> list[list[int]]:
@@ -133,6 +133,8 @@ GIVEN: dict[str, dict[str, Any]] = {
         "n_docs": 1,
     },
     "sam2": {"pixel_values": (BOTH, 3, 128, 128)},
+    "sam2_video": {"pixel_values": (BOTH, 3, 128, 128)},
+    "edgetam_video": {"pixel_values": (BOTH, 3, 128, 128)},
     "sam2_hiera_det_model": {"pixel_values": (BOTH, 3, 64, 64)},
     "sam2_vision_model": {"pixel_values": (BOTH, 3, 64, 64)},
     "fastspeech2_conformer_hifigan": {"spectrogram": (BOTH, 14, 80)},

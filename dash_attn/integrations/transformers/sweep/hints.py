@@ -20,6 +20,22 @@ QWEN4 = {
     "hc_lowrank": 8,
 }
 
+SAM2 = {
+    "vision_config.backbone_config.hidden_size": 96,
+    "vision_config.backbone_config.image_size": [128, 128],
+    "vision_config.backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
+    "prompt_encoder_config.image_size": 128,
+    "prompt_encoder_config.patch_size": 16,
+}
+MAMBA = {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16}
+TOKENIZER = {"num_filters": 1, "depths": [1] * 7}  # of VibeVoice
+
+
+def inside(part: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a config inside another."""
+    return {f"{part}.{name}": value for name, value in fields.items()}
+
+
 # model_type -> path of a field -> value
 HINTS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
@@ -36,7 +52,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "longcat_flash": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "head_dim": 8, "v_head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 16},
-    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
+    "nemotron_h": MAMBA,
     "step3p5": {"sliding_window": 7},
     "step3p7": {"text_config.sliding_window": 7},
     "t5gemma2_decoder": {"dropout_rate": 0.0},
@@ -58,7 +74,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "lxmert": {"visual_feat_dim": 64},
     "moshi_depth": {"input_size": 64, "num_codebooks": 8},
     "pi0": {"vlm_config.image_token_id": 5},
-    "qwen4_exp": {f"text_config.{name}": value for name, value in QWEN4.items()},
+    "qwen4_exp": inside("text_config", QWEN4),
     "qwen4_exp_text": QWEN4,
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
     "qwen3_omni_moe": {"talker_config.text_config.shared_expert_intermediate_size": 64},
@@ -113,13 +129,9 @@ HINTS: dict[str, dict[str, Any]] = {
     "swin2sr": {"depths": [2, 2], "num_heads": [2, 2], "num_layers": 2, "image_size": 16},
     "efficientnet": {"hidden_dim": 384, "depth_coefficient": 0.3, "width_coefficient": 0.3},
     "align": {"projection_dim": 96, "vision_config.depth_coefficient": 0.3, "vision_config.width_coefficient": 0.3},
-    "sam2": {
-        "vision_config.backbone_config.hidden_size": 96,
-        "vision_config.backbone_config.image_size": [128, 128],
-        "vision_config.backbone_feature_sizes": [[32, 32], [16, 16], [8, 8]],
-        "prompt_encoder_config.image_size": 128,
-        "prompt_encoder_config.patch_size": 16,
-    },
+    "edgetam_video": SAM2,
+    "sam2": SAM2,
+    "sam2_video": SAM2,
     "sam2_hiera_det_model": {"hidden_size": 96, "image_size": [64, 64]},
     "sam2_vision_model": {
         "backbone_config.hidden_size": 96,
@@ -140,18 +152,29 @@ HINTS: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_vision": {"sam_config.downsample_channels": [64, 64]},
     "xcodec2": {"quantization_dim": 128},
     "neucodec": {"quantization_dim": 128},
-    "vibevoice_acoustic_tokenizer": {"num_filters": 1, "depths": [1] * 7},
-    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 1, "depths": [1] * 7},
-    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 1, "depths": [1] * 7},
+    "vibevoice_acoustic_tokenizer": TOKENIZER,
+    "vibevoice_acoustic_tokenizer_encoder": TOKENIZER,
+    "vibevoice_acoustic_tokenizer_decoder": TOKENIZER,
     "gemma4_assistant": {"backbone_hidden_size": 32},
     "gemma4_unified_assistant": {"backbone_hidden_size": 32},
     "mimi_decoder": {"hidden_size": 64, "upsample_groups": 64},
     "pocket_tts_audio_tokenizer_decoder": {"upsample_groups": 64},
     "vits": {"upsample_initial_channel": 32, "upsample_rates": (2, 2), "upsample_kernel_sizes": (4, 4)},
     "pvt": {"image_size": 64, "num_encoder_blocks": 4},
-    "blt": {"encoder_hash_byte_group_vocab": 500},
-    "efficientloftr": {"hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512},
-    "janus_vqgan": {"resolution": 32},
+    "blt": {"global_config.hidden_size": 128, "global_config.head_dim": 32, "decoder_config.hidden_size_global": 128, "encoder_hash_byte_group_vocab": 500},
+    "efficientloftr": {"num_key_value_heads": 8, "hidden_size": 256, "num_attention_heads": 8, "head_dim": 32, "intermediate_size": 512},
+    "janus_vqgan": {"num_patches": 2},
+    "pp_formulanet": {"vision_config.post_conv_in_channels": 64},
+    "fastspeech2_conformer_with_hifigan": {"vocoder_config.model_in_dim": 80},
+    "granite_speech5_ctc": {"encoder_config.num_key_value_heads": 4},
+    "granite_speech5_encoder": {"num_key_value_heads": 4},
+    "nemo_speechlm": inside("text_config", MAMBA),
+    "vibevoice": {**inside("audio_config", TOKENIZER), **inside("semantic_model_config", TOKENIZER)},
+    "vibevoice_asr": {
+        **inside("acoustic_tokenizer_encoder_config", TOKENIZER),
+        **inside("semantic_tokenizer_encoder_config", TOKENIZER),
+    },
+    "lw_detr": {"projector_scale_factors": [1.0], "num_feature_levels": 1, "num_queries": 4, "group_detr": 2},
     "lw_detr_vit": {"num_hidden_layers": 12},
     "sam3_tracker": {
         "vision_config.backbone_config.image_size": 64,
@@ -160,8 +183,8 @@ HINTS: dict[str, dict[str, Any]] = {
         "prompt_encoder_config.image_size": 64,
         "prompt_encoder_config.patch_size": 8,
     },
-    "slanext": {"max_text_length": 4},
-    "nemotron_h_omni": {"text_config.n_groups": 1, "text_config.mamba_num_heads": 8, "text_config.mamba_head_dim": 16},
+    "slanext": {"post_conv_in_channels": 64, "max_text_length": 4},
+    "nemotron_h_omni": inside("text_config", MAMBA),
 }
 
 # model_type -> arguments of the config class, for configs that are not made without them
