@@ -121,7 +121,9 @@ def _reference(
     for name, value in changes.items():
         setattr(config, name, value)
     with torch.device("meta"):
-        size = sum(x.numel() for x in cls._from_config(copy.deepcopy(config), attn_implementation=attention).parameters())
+        size = sum(
+            x.numel() for x in cls._from_config(copy.deepcopy(config), attn_implementation=attention).parameters()
+        )
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f} million parameters when small")
     torch.manual_seed(0)

@@ -95,7 +95,11 @@ GIVEN: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"image_features": (BOTH, 16, 128), "pooled_patches_idx": [[0, 1], [2, 3]]},
     "molmo2_vision": {"pixel_values": (BOTH, 729, 192)},
     "moshi_depth": {"input_ids": [row[:8] for row in WORDS], "last_hidden_state": (BOTH, 1, 64)},
-    "muse_glimmer_assistant": {"noise_embeds": (BOTH, 14, 64), "context_hidden_states": (BOTH, 14, 128), "attention_mask": [[1] * 28] * BOTH},
+    "muse_glimmer_assistant": {
+        "noise_embeds": (BOTH, 14, 64),
+        "context_hidden_states": (BOTH, 14, 128),
+        "attention_mask": [[1] * 28] * BOTH,
+    },
     "muse_glimmer_vision": {"pixel_values": (32, 384), "grid_thw": GRID},
     "muse_spark_audio": {"input_values": (BOTH, 1920)},
     "muse_spark_vision": {"pixel_values": (32, 384), "grid_thw": GRID},
