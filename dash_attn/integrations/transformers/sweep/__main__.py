@@ -21,9 +21,7 @@ def main() -> None:
     parser.add_argument("--family", nargs="*", default=[], help="model types; all if not given")
     parser.add_argument("--json", type=Path, help="a line for every family; families that it already has are not run")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th family from the i-th on")
-    parser.add_argument(
-        "--out", type=Path, help="write the rows into this document; rows of families that are not run stay"
-    )
+    parser.add_argument("--out", type=Path, help="write the rows into this document; other rows stay")
     given = parser.parse_args()
     import transformers
 
