@@ -28,6 +28,7 @@ SAM2 = {
     "prompt_encoder_config.patch_size": 16,
 }
 MAMBA = {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16}
+RESNET = {"model_type": "resnet", "out_features": ["stage4"]}
 TOKENIZER = {"num_filters": 1, "depths": [1] * 7}  # of VibeVoice
 
 
@@ -114,6 +115,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "pix2struct": {"text_config.d_kv": 16, "vision_config.d_kv": 16},
     "pix2struct_text_model": {"initializer_range": 0.02, "d_kv": 16},
     "pix2struct_vision_model": {"d_kv": 16},
+    "omdet-turbo": {"backbone_config.embed_dim": 96, "apply_layernorm_after_vision_backbone": False},
     "mask2former": {"backbone_config.embed_dim": 96},
     "oneformer": {"backbone_config.embed_dim": 96},
     "grounding-dino": {"backbone_config.embed_dim": 96},
@@ -129,6 +131,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "swin2sr": {"depths": [2, 2], "num_heads": [2, 2], "num_layers": 2, "image_size": 16},
     "efficientnet": {"hidden_dim": 384, "depth_coefficient": 0.3, "width_coefficient": 0.3},
     "align": {"projection_dim": 96, "vision_config.depth_coefficient": 0.3, "vision_config.width_coefficient": 0.3},
+    "edgetam": SAM2,
     "edgetam_video": SAM2,
     "sam2": SAM2,
     "sam2_video": SAM2,
@@ -198,7 +201,8 @@ HINTS: dict[str, dict[str, Any]] = {
     "nemotron_h_omni": inside("text_config", MAMBA),
 }
 
-# model_type -> arguments of the config class, for configs that are not made without them
+# model_type -> arguments of the config class: for configs that are not made without them, and in place of parts that
+# need a package (timm)
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "autoformer": {**SERIES, "label_length": 7, "moving_average": 3},
     "gemma4_assistant": {
@@ -208,6 +212,20 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 0,
         }
     },
+    "dab-detr": {"use_timm_backbone": False, "backbone_config": RESNET},
+    "deformable_detr": {
+        "use_timm_backbone": False,
+        "backbone_config": {"model_type": "resnet", "out_features": ["stage2", "stage3", "stage4"]},
+    },
+    "edgetam": {"vision_config": {"model_type": "sam2_vision_model"}},
+    "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model"}},
     "informer": SERIES,
+    "omdet-turbo": {
+        "use_timm_backbone": False,
+        "backbone_config": {"model_type": "swin", "image_size": 64, "out_indices": [2, 3, 4]},
+    },
+    "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", "model_args": {"embed_dim": 64}}},
+    "table-transformer": {"use_timm_backbone": False, "backbone_config": RESNET},
     "time_series_transformer": SERIES,
+    "uvdoc": {"backbone_config": {"model_type": "uvdoc_backbone", "out_indices": [1, 2, 3, 4, 5, 6]}},
 }
