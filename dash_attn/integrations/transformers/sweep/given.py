@@ -134,6 +134,12 @@ GIVEN: dict[str, dict[str, Any]] = {
         "quantized_code": [row[:7] for row in WORDS],
         "time_step": (BOTH,),
     },
+    "qwen2_5_omni_token2wav": {
+        "code": [row[:7] for row in WORDS[:1]],
+        "conditioning": (1, 64),
+        "reference_mel": (1, 14, 80),
+        "num_steps": 2,
+    },
     "qwen3_asr_encoder": {"input_features": (BOTH, 128, 200), "input_features_mask": [[1] * 200] * BOTH},
     "qwen3_omni_moe_audio_encoder": {"input_features": (128, 200), "feature_lens": [120, 80]},
     "rag": {
