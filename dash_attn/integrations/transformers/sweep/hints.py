@@ -88,7 +88,7 @@ HINTS: dict[str, dict[str, Any]] = {
     "sew": {"num_feat_extract_layers": 13},
     "sew-d": {"num_feat_extract_layers": 13},
     "videoprism": {"vision_config.image_size": 32, "vision_config.num_frames": 4},
-    "xlstm": {"qk_dim_factor": 1.0, "mode": "train", "chunkwise_kernel": "parallel--native_autograd"},
+    "xlstm": {"qk_dim_factor": 1.0},
     "zamba": {
         "attention_hidden_size": 128,
         "attention_head_dim": 32,
@@ -115,13 +115,6 @@ HINTS: dict[str, dict[str, Any]] = {
     "pix2struct": {"text_config.d_kv": 16, "vision_config.d_kv": 16},
     "pix2struct_text_model": {"initializer_range": 0.02, "d_kv": 16},
     "pix2struct_vision_model": {"d_kv": 16},
-    "omdet-turbo": {
-        "backbone_config.embed_dim": 96,
-        "apply_layernorm_after_vision_backbone": False,
-        "vision_features_channels": [64] * 3,
-        "decoder_hidden_dim": 32,
-        "num_queries": 4,
-    },
     "mask2former": {"backbone_config.embed_dim": 96},
     "oneformer": {"backbone_config.embed_dim": 96},
     "grounding-dino": {"backbone_config.embed_dim": 96},
@@ -226,10 +219,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "edgetam": {"vision_config": {"model_type": "sam2_vision_model"}},
     "fast_vlm": {"vision_config": {"model_type": "siglip_vision_model"}},
     "informer": SERIES,
-    "omdet-turbo": {
-        "use_timm_backbone": False,
-        "backbone_config": {"model_type": "swin", "image_size": 64, "out_indices": [2, 3, 4]},
-    },
     "perception_lm": {"vision_config": {"model_type": "siglip_vision_model", "model_args": {"embed_dim": 64}}},
     "table-transformer": {"use_timm_backbone": False, "backbone_config": RESNET},
     "time_series_transformer": SERIES,
