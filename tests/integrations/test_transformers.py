@@ -357,6 +357,17 @@ def test_queries_and_keys_of_other_lengths_need_a_mask() -> None:
     assert attention_forward(nn.Identity(), q, k, k, None, is_causal=False)[0].shape == (1, 8, 2, 16)
 
 
+def test_a_window_on_both_sides_needs_a_mask() -> None:
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 2, 12, 16)
+    with pytest.raises(NotImplementedError, match="sliding_window=11 and no mask"):
+        attention_forward(nn.Identity(), q, k, k, None, is_causal=False, sliding_window=11)
+    whole, plain = (
+        attention_forward(nn.Identity(), q, k, k, None, is_causal=False, sliding_window=window)[0]
+        for window in (12, None)
+    )
+    assert torch.equal(whole, plain)
+
+
 def test_keys_from_elsewhere() -> None:
     """Cross attention: the padding is of keys, and every query has an answer, also if there are as many."""
     for length in (5, 8):

@@ -65,7 +65,7 @@ def test_every_use_is_refused_with_the_models_name(use: Any) -> None:
 
 
 def test_what_a_model_may_do_before_it_hands_a_mask_on() -> None:
-    mask = plain()
+    mask = plain(config=transformers.LlamaConfig())
     assert mask is not None
     assert mask[:, :, :, :8] is mask[..., :99] is mask.to("cpu") is mask.contiguous() is mask
     assert mask.shape == mask.size() == (2, 1, 8, 8)
@@ -81,6 +81,14 @@ def test_bloom_is_refused() -> None:
     model = transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**BLOOM), attn_implementation="dash")
     with pytest.raises(NotImplementedError, match=r"Bloom calculates with its mask.*'eager'"):
         model(input_ids=tokens())
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention itself")
+def test_a_model_that_computes_attention_itself_has_no_use_for_the_size_of_a_mask() -> None:
+    """Autoformer compares sizes, and then fails on its own scores before it touches the mask."""
+    transformers.BloomForCausalLM._from_config(transformers.BloomConfig(**BLOOM), attn_implementation="dash")
+    with pytest.raises(NotImplementedError, match=r"Bloom uses its mask \(size\).*'eager'"):
+        plain().size()
 
 
 def test_a_model_that_computes_attention_itself_is_announced() -> None:

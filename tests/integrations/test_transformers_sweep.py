@@ -36,6 +36,8 @@ TREACHEROUS = [
     "luke",
     "rembert",
     "t5gemma",
+    "autoformer",
+    "diffusion_gemma",
 ]
 # Every kind of model: decoders, encoders, both, experts, state spaces, images, sound, several at once.
 SPREAD = [
@@ -68,6 +70,14 @@ SPREAD = [
     "modernbert",
     "qwen2_vl",
     "sam",
+    "blip-2",
+    "depth_anything",
+    "deformable_detr",
+    "gemma4_vision",
+    "lxmert",
+    "qwen2_5_omni_audio_encoder",
+    "time_series_transformer",
+    "zamba2",
 ]
 # fmt: on
 
@@ -96,6 +106,35 @@ def test_no_row_is_wrong_or_a_crash() -> None:
     verdicts = {family: line.split("|")[3].strip() for family, line in table.read(DOCUMENT).items()}
     assert len(verdicts) > 500
     assert not [family for family, verdict in verdicts.items() if verdict in ("wrong", "crash")]
+
+
+def test_rows_of_some_families_are_merged(tmp_path: Path) -> None:
+    file = tmp_path / "models.md"
+    file.write_text("kept\n")
+    outcomes = [compare.Outcome("llama", "right"), compare.Outcome("bloom"), compare.Outcome("bert", "own")]
+    table.write(outcomes, "5", file)
+    table.write([compare.Outcome("bloom", "refused")], "5", file, merge=True)
+    assert list(table.read(file)) == ["bert", "bloom", "llama"]
+    text = file.read_text()
+    assert text.startswith("kept\n")
+    assert "3 families" in text
+    for line in ("- 1 families run", "- 1 are right by", "- 1 are refused", "- 0 are not built"):
+        assert line in text
+
+
+def test_no_hint_is_for_nobody() -> None:
+    from dash_attn.integrations.transformers.sweep import given, hints
+    from dash_attn.integrations.transformers.sweep.families import families
+
+    assert {*given.GIVEN, *hints.HINTS, *hints.ARGUMENTS} <= {*families()}
+
+
+def test_layers_that_a_model_takes_by_number_stay() -> None:
+    from dash_attn.integrations.transformers.sweep.small import small_config
+
+    backbone = small_config("depth_anything").backbone_config
+    assert max(backbone.out_indices) <= backbone.num_hidden_layers
+    assert backbone.hidden_size == 64
 
 
 def test_published_head_dims() -> None:

@@ -116,6 +116,11 @@ def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window
             f"{_name(module)} gives {query.shape[2]} queries, {key.shape[2]} keys and no mask, and dash_attn cannot "
             f"know which key a query is level with; {ELSEWHERE}"
         )
+    if window is not None and not causal and window < max(query.shape[2], key.shape[2]):
+        raise NotImplementedError(
+            f"{_name(module)} gives sliding_window={window} and no mask to an attention that is not causal, where "
+            f"Transformers' own implementations disagree on what a query sees; {ELSEWHERE}"
+        )
     side = None if window is None else window - 1  # Transformers counts a token itself in
     sizes = (query.shape[0], query.shape[2], key.shape[2])
     return ModelMask(_name(module), sizes, query.device, causal, (side, side))

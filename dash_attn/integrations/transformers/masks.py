@@ -20,6 +20,9 @@ DUNDERS = (
     "int float setitem matmul rmatmul array"
 )
 
+# Configs of models that compute attention themselves. Each model that is built with dash_attn's name adds its own.
+COMPUTED_BY_THE_MODEL: set[type] = set()
+
 
 class ModelMask:
     """Which keys each query of a model sees.
@@ -29,9 +32,10 @@ class ModelMask:
     left, right           how many keys before and after its own position a query sees; None is no limit
     number                None, or (batch, keys): 0 for padding, else the number of the document. It may be shorter
                           than the keys, which then end in places of a static cache that are still empty
+    foreign               the model computes attention itself, so it has no use for the mask
     """
 
-    __slots__ = ("batch", "causal", "device", "left", "len_k", "len_q", "model", "number", "right")
+    __slots__ = ("batch", "causal", "device", "foreign", "left", "len_k", "len_q", "model", "number", "right")
 
     def __init__(
         self, model: str, sizes: tuple[int, int, int], device: Any, causal: bool, sides: tuple[int | None, int | None]
@@ -42,6 +46,7 @@ class ModelMask:
         self.causal = causal
         self.left, self.right = sides
         self.number: Tensor | None = None
+        self.foreign = False
 
     # What models look at before they hand a mask on, and what moving a layer to another device does.
     dtype = torch.bool
@@ -56,6 +61,8 @@ class ModelMask:
         return 4
 
     def size(self, dim: int | None = None) -> Any:
+        if self.foreign:  # it compares the size with that of its scores, and adds the mask next
+            refuse(self, "uses its mask (size)")
         return self.shape if dim is None else self.shape[dim]
 
     def to(self, *args: Any, **kwargs: Any) -> ModelMask:
@@ -138,6 +145,7 @@ def model_mask(
         model, (batch_size, q_length, kv_length), kwargs.get("device"), shown.causal, (shown.left, shown.right)
     )
     mask.number = shown.numbers(attention_mask, q_offset)
+    mask.foreign = type(kwargs.get("config")) in COMPUTED_BY_THE_MODEL
     return mask
 
 

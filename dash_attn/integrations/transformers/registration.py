@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from dash_attn.integrations.transformers.forward import attention_forward
-from dash_attn.integrations.transformers.masks import model_mask
+from dash_attn.integrations.transformers.masks import COMPUTED_BY_THE_MODEL, model_mask
 
 OLDEST = 5
 NEEDED = "Transformers 5 or later is needed: pip install 'dash-attn[hf]'"
@@ -75,6 +75,7 @@ def _prepare(model: Any, name: str) -> None:
         if name not in own:
             classes[name] = _refusing(model.__name__, table, own)  # anew for each model, because it names the model
     if not model._can_set_attn_implementation():
+        COMPUTED_BY_THE_MODEL.add(model.config_class)
         warnings.warn(
             f"{model.__name__} computes attention itself, so attn_implementation={name!r} does not change it; "
             "dash_attn.integrations.transformers.check(model) tells which layers run dash_attn",

@@ -13,7 +13,7 @@ import torch
 
 from dash_attn.integrations.transformers.sweep.compare import NO_MODEL, Outcome, examine
 from dash_attn.integrations.transformers.sweep.families import families
-from dash_attn.integrations.transformers.sweep.table import counts, write
+from dash_attn.integrations.transformers.sweep.table import counts, row, write
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--family", nargs="*", default=[], help="model types; all if not given")
     parser.add_argument("--json", type=Path, help="a line for every family; families that it already has are not run")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th family from the i-th on")
-    parser.add_argument("--out", type=Path, help="write the table into this document; only for all families")
+    parser.add_argument("--out", type=Path, help="write the rows into this document; other rows stay")
     given = parser.parse_args()
     import transformers
 
@@ -29,8 +29,6 @@ def main() -> None:
     torch.set_num_threads(1)
     part, parts = map(int, given.part.split("/"))
     names = given.family or families()[part::parts]
-    if given.out and (given.family or parts > 1):
-        parser.error("--out is for all families")
     known = {}
     if given.json and given.json.exists():
         lines = given.json.read_text(encoding="utf-8").splitlines()
@@ -50,9 +48,9 @@ def main() -> None:
                     print(json.dumps(asdict(outcome)), file=file)
         if known[family].reason != NO_MODEL:
             outcomes.append(known[family])
-    print(counts(outcomes))
+    print(counts(row(x) for x in outcomes))
     if given.out:
-        write(outcomes, transformers.__version__, given.out)
+        write(outcomes, transformers.__version__, given.out, merge=bool(given.family) or parts > 1)
     sys.exit(any(x.verdict in ("wrong", "crash") for x in outcomes))
 
 

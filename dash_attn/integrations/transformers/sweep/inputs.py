@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_attn.integrations.transformers.sweep.given import GIVEN
+
 BATCH, LENGTH, FIRST_DOCUMENT = 2, 14, 5
 FIRST_WORD = 70  # ids below are special tokens
 
@@ -23,9 +25,10 @@ def has_cache(model: Any) -> bool:
     return "kwargs" in arguments(model) and any(hasattr(config, "use_cache") for config in configs)
 
 
-def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Inputs to try one after another, those of text first."""
+def candidates(model: Any) -> Iterator[dict[str, Any]]:
+    """Inputs to try one after another: those that are known for the family, then text, images, sound and others."""
     names = arguments(model)
+    yield from _known(model)
     text: dict[str, Tensor] = {"input_ids": words(model, LENGTH)} if "input_ids" in names else {}
     decoder: dict[str, Tensor] = (
         {"decoder_input_ids": words(model, LENGTH, "decoder")} if "decoder_input_ids" in names else {}
@@ -51,6 +54,7 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
         if name in names:
             for shape in _videos(model):
                 yield {name: random(*shape)}
+                yield {name: random(*shape), **text}
     for name in ("hidden_states", "inputs_embeds", "embeddings"):
         if name in names:
             yield {name: random(BATCH, LENGTH, width(model))}
@@ -73,6 +77,25 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
         channels = getattr(model.config, "num_input_channels", 1)
         yield {"past_values": random(BATCH, length, channels)}
         yield {"past_values": random(BATCH, length)}
+
+
+def _known(model: Any) -> Iterator[dict[str, Any]]:
+    names = arguments(model)
+    written = GIVEN.get(model.config.model_type, {})
+    taken = {name: _tensor(x) for name, x in written.items() if name in names}
+    if taken:
+        yield taken
+    if len(taken) < len(written) and "kwargs" in names:
+        yield {name: _tensor(x) for name, x in written.items()}
+
+
+def _tensor(written: Any) -> Any:
+    """What is written in GIVEN, with tensors for shapes and lists."""
+    if isinstance(written, dict):
+        return {name: _tensor(x) for name, x in written.items()}
+    if isinstance(written, tuple):
+        return tuple(map(_tensor, written)) if isinstance(written[0], tuple) else random(*written)
+    return torch.tensor(written) if isinstance(written, list) else written
 
 
 def random(*shape: int) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dash_attn.integrations.transformers.sweep.hints import HINTS
+from dash_attn.integrations.transformers.sweep.families import config_class
+from dash_attn.integrations.transformers.sweep.hints import ARGUMENTS, HINTS
 
 WIDTH = 64
 HEADS = 4
@@ -29,6 +30,10 @@ GROUPS = re.compile(r"^(n_group|topk_group|num_expert_groups?|n_groups_used)$")
 TOKEN = re.compile(r"_(token_?id|token_?index|token_?ids|id)$")
 
 
+def small_config(family: str, narrow: bool = True) -> Any:
+    return shrink(config_class(family)(**ARGUMENTS.get(family, {})), narrow)
+
+
 def shrink(config: Any, narrow: bool = True) -> Any:
     """The config itself, changed. With `narrow=False` widths stay, for families whose sizes depend on each other."""
     _shrink(config, narrow, iter(range(2, VOCABULARY // 2)))
@@ -40,15 +45,19 @@ def shrink(config: Any, narrow: bool = True) -> Any:
     return config
 
 
-def _shrink(config: Any, narrow: bool, free_ids: Any) -> None:
+def _shrink(config: Any, narrow: bool, free_ids: Any, backbone: bool = False) -> None:
     from transformers import PreTrainedConfig
 
     fields = {name: value for name in config.to_dict() if (value := _field(config, name)) is not None}
-    layers = _kept_layers(config, fields)
+    # A model around a backbone takes the outputs of some of its layers, by their numbers.
+    staged = len(getattr(config, "out_indices", None) or ()) > (0 if backbone else 1)
+    layers = None if staged else _kept_layers(config, fields)
     nope, rope, value_dim = (fields.get(f"{name}_head_dim", 0) for name in ("qk_nope", "qk_rope", "v"))
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            _shrink(value, narrow, free_ids)
+            _shrink(value, narrow, free_ids, "backbone" in name)
+            continue
+        if staged and LAYERS.match(name):
             continue
         small = _small(name, value, narrow, free_ids)
         if isinstance(value, list | tuple) and layers and len(value) == layers[0] and layers[0] > len(layers[1]):

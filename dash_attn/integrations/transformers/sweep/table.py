@@ -28,8 +28,8 @@ def _cell(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x…", text).replace("|", "/").replace("\n", " ")
 
 
-def counts(outcomes: Iterable[Outcome]) -> str:
-    number = Counter(x.verdict for x in outcomes)
+def counts(rows: Iterable[str]) -> str:
+    number = Counter(_verdict(line) for line in rows)
     said = {
         "right": "families run dash_attn and are right",
         "own": "are right by an attention of their own, or have no attention: dash_attn changes nothing there",
@@ -41,13 +41,22 @@ def counts(outcomes: Iterable[Outcome]) -> str:
     return "\n".join(f"- {number[verdict]} {text}" for verdict, text in said.items())
 
 
-def write(outcomes: list[Outcome], version: str, file: Path) -> None:
-    """Everything above the marker is kept; counts and rows come after it."""
+def _verdict(line: str) -> str:
+    """What the cell of a row says."""
+    cell = line.split("|")[3].strip()
+    if cell.startswith("right, except"):
+        return "refused"
+    return next((verdict for verdict, words in WORDS.items() if words == cell), cell)
+
+
+def write(outcomes: list[Outcome], version: str, file: Path, merge: bool = False) -> None:
+    """Everything above the marker is kept; counts and rows come after it. With `merge`, rows of other families stay."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     above = text.partition(BEGIN)[0]
-    rows = "\n".join(row(x) for x in outcomes)
-    found = f"Transformers {version}, {len(outcomes)} families:\n\n{counts(outcomes)}"
-    file.write_text(f"{above}{BEGIN}\n\n{found}\n\n{HEAD}\n{rows}\n", encoding="utf-8")
+    rows = (read(file) if merge else {}) | {x.family: row(x) for x in outcomes}
+    lines = [rows[family] for family in sorted(rows, key=str.lower)]
+    totals = f"Transformers {version}, {len(lines)} families:\n\n{counts(lines)}"
+    file.write_text(f"{above}{BEGIN}\n\n{totals}\n\n{HEAD}\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> dict[str, str]:
