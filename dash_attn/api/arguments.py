@@ -22,6 +22,9 @@ OLDEST_TORCH = (2, 9)
 Window = tuple[int | None, int | None]
 
 
+FLASH_NAMES = ("cu_seqlens_q", "cu_seqlens_k")  # FlashAttention's words for the cu_seqlens
+
+
 class Arguments(NamedTuple):
     """The arguments of a call except the tensors. `names` are the caller's names of the two cu_seqlens arguments."""
 
@@ -34,7 +37,7 @@ class Arguments(NamedTuple):
     policy: str = "auto"
     deterministic: bool | None = None
     sm_margin: int = 0
-    names: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
+    names: tuple[str, str] = ("cu_seqlens", "cu_seqlens_k")
 
     def key(self) -> tuple[object, ...]:
         """Everything that a check looks at, also the values of cu_seqlens.

@@ -178,22 +178,8 @@ def attention(
     return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
                    has no gradient
     """
-    out, lse = attend(
-        q,
-        k,
-        v,
-        Arguments(
-            causal,
-            window,
-            cu_seqlens,
-            cu_seqlens_k,
-            mask,
-            scale,
-            policy,
-            deterministic,
-            names=("cu_seqlens", "cu_seqlens_k"),
-        ),
-    )
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic)
+    out, lse = attend(q, k, v, asked)
     return (out, lse) if return_lse else out
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import (
+    FLASH_NAMES,
     Arguments,
     Window,
     check_like,
@@ -61,7 +62,8 @@ def backward(
                 check_room(name, given, model_name, model)
         return prepare(problem, policy, Options(wants_determinism(deterministic), sm_margin), q.device)
 
-    asked = Arguments(causal, window, cu_seqlens_q, cu_seqlens_k, mask, scale, policy, deterministic, sm_margin)
+    sides = (cu_seqlens_q, cu_seqlens_k)
+    asked = Arguments(causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
     operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
     try:
         rooms = tuple([None if x is None else (traits(x), x.stride()) for x in given])

@@ -62,17 +62,7 @@ def explain(
     deterministic: bool | None = None,
 ) -> Explanation:
     """Explain a call of `attention` with the same arguments. It computes the plan and nothing else."""
-    asked = Arguments(
-        causal,
-        window,
-        cu_seqlens,
-        cu_seqlens_k,
-        mask,
-        scale,
-        policy,
-        deterministic,
-        names=("cu_seqlens", "cu_seqlens_k"),
-    )
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic)
     return explanation(prepared_for(q, k, v, asked))
 
 

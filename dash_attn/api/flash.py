@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dash_attn.api.arguments import Arguments, Window
+from dash_attn.api.arguments import FLASH_NAMES, Arguments, Window
 from dash_attn.api.attention import attend
 from dash_attn.api.calls import Boundaries
 
@@ -80,7 +80,9 @@ def flash_attn_func(
         v_descale=v_descale,
         attention_chunk=attention_chunk,
     )
-    asked = Arguments(causal, window_size, scale=softmax_scale, deterministic=deterministic, sm_margin=sm_margin)
+    asked = Arguments(
+        causal, window_size, scale=softmax_scale, deterministic=deterministic, sm_margin=sm_margin, names=FLASH_NAMES
+    )
     out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
 
@@ -140,6 +142,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         deterministic=deterministic,
         sm_margin=sm_margin,
+        names=FLASH_NAMES,
     )
     out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out

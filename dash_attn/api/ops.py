@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import DTYPES, Arguments, documents_of, wants_determinism
+from dash_attn.api.arguments import DTYPES, FLASH_NAMES, Arguments, documents_of, wants_determinism
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
@@ -135,7 +135,7 @@ def _prepared(
             dim=q.shape[3],
             dtype=DTYPES[q.dtype],
             scale=posed.scale,
-            mask=posed.mask() & documents_of(Arguments(cu_q=cu_q, cu_k=cu_k), q, k),
+            mask=posed.mask() & documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k),
         )
         return prepare(problem, order.policy, options, q.device)
 
