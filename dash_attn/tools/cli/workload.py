@@ -78,8 +78,10 @@ class ProblemOptions:
         tokens = self.seqlen if length is None else length
         if tokens is None or tokens < 1:
             raise ValueError(f"--seqlen must be at least 1, got {tokens}")
-        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        return Problem(self.batch, self.heads, kv_heads, tokens, tokens, self.head_dim, dtype, mask=self.mask_value())
+        kv_heads, mask = self.heads if self.kv_heads is None else self.kv_heads, self.mask_value()
+        if mask.documents is not None and mask.documents.cu_q[-1] != tokens:
+            raise ValueError(f"--mask {self.mask}: its documents have {mask.documents.cu_q[-1]} tokens, not {tokens}")
+        return Problem(self.batch, self.heads, kv_heads, tokens, tokens, self.head_dim, dtype, mask=mask)
 
 
 @dataclass(frozen=True)

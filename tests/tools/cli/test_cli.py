@@ -134,7 +134,7 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--window", "1,x"], "--window"),
         (["simulate", "--window", "-2,0"], "window left"),
         (["simulate", "--mask", "documents:a,b"], "--mask"),
-        (["simulate", "--mask", "documents:3,4"], "cu_seqlens"),
+        (["simulate", "--mask", "documents:3,4"], "7 tokens, not 16"),
         (["simulate", "--policy", "best"], "best"),
         (["simulate", "--policy", "shift", "--mask", "causal"], "symmetric_shift"),
         (["simulate", "--policy", "symmetric_shift"], "causal"),
