@@ -25,8 +25,8 @@ HEAD = """# What is supported
 
 Each row names a feature and the tests that show it. *Yes* means that a test shows it. *Refused* means an error that
 says what to do instead. *No test* means that it may work, but no test shows it. `make test` runs the tests of the
-column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hopper GPU. They have run on an H200 with
-torch 2.11.
+column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hopper GPU. In the last whole run on an H200,
+with torch 2.11, 395 passed, 2 failed and 11 were skipped; tests have changed since.
 """
 
 
