@@ -20,6 +20,9 @@ class Prepared:
 
     def __init__(self, problem: Problem, policy: str, options: Options, backend: Backend) -> None:
         self.problem, self.policy, self.options, self.backend = problem, policy, options, backend
+        self.is_empty = not (problem.len_q and problem.len_k)  # no query or no key: nothing is launched
+        self._kind = backend.device.type
+        self._on_gpu = self._kind == "cuda"
 
     @cached_property
     def plan(self) -> Plan:
@@ -45,44 +48,35 @@ class Prepared:
         if self.is_empty:
             lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
             return q.new_zeros(q.shape), lse
-        if self._is_plain(q):
+        if self._is_plain():
             return self.run_forward(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(self._kind, enabled=False):
             return self.run_forward(q, k, v)
 
     def backward(self, operands: Operands, into: Gradients | None = None) -> Gradients:
         """The gradients, written to `into` if given. Shapes are as in `forward`."""
-        if into is None:
-            into = Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[1:4]])
         if operands.q.dim() == 3:
+            into = Gradients.room(operands) if into is None else into
             self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
             return into
         if self.is_empty:
+            into = Gradients.room(operands) if into is None else into
             for grad in into:
                 grad.zero_()
             return into
-        if self._is_plain(operands.q):
-            self.run_backward(operands, into)
-        else:
-            with torch.autocast(operands.q.device.type, enabled=False):
-                self.run_backward(operands, into)
-        return into
+        if self._is_plain():
+            return self.run_backward(operands, into)
+        with torch.autocast(self._kind, enabled=False):
+            return self.run_backward(operands, into)
 
-    @cached_property
-    def is_empty(self) -> bool:
-        """There is no query or no key: nothing is launched."""
-        return not (self.problem.len_q and self.problem.len_k)
-
-    def _is_plain(self, q: Tensor) -> bool:
+    def _is_plain(self) -> bool:
         """False under autocast, which would round float32 sums and must be turned off.
 
         While a CUDA graph is captured, this object is kept for ever: the graph reads its tables at every replay.
         """
-        if q.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                _captured.add(self)
-            return not torch.is_autocast_enabled("cuda")
-        return not torch.is_autocast_enabled(q.device.type)
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+        return not torch.is_autocast_enabled(self._kind)
 
 
 _captured: set[Prepared] = set()

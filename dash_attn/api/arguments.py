@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple, SupportsIndex
@@ -12,12 +11,15 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.calls import Boundaries, read, values_of
+from dash_attn.backends.variables import variable
 from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 OLDEST_TORCH = (2, 9)
+
+asked_of_flash = variable("FLASH_ATTENTION_DETERMINISTIC")
 
 Window = tuple[int | None, int | None]
 
@@ -44,11 +46,14 @@ class Arguments(NamedTuple):
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        window = self.window
-        sides = (*window, *map(type, window)) if type(window) is tuple else (window,)
-        kinds = tuple([type(x) for x in (self.causal, window, self.scale, self.deterministic, self.sm_margin)])
-        cu = (values_of(self.cu_q), values_of(self.cu_k))
-        return (self.causal, sides, *cu, self.mask, self.scale, *self[6:], wants_determinism(self.deterministic), kinds)
+        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names = self
+        plain: tuple[object, ...] = self
+        if window is not None or cu_q is not None or cu_k is not None:
+            sides = (*window, *map(type, window)) if type(window) is tuple else (window, type(window))
+            cu = (values_of(cu_q), values_of(cu_k))
+            plain = (causal, sides, *cu, mask, scale, policy, deterministic, sm_margin, names)
+        kinds = (type(causal), type(scale), type(deterministic), type(sm_margin))
+        return plain, kinds, wants_determinism(deterministic)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
@@ -153,7 +158,7 @@ def wants_determinism(deterministic: bool | None) -> bool:
     """The argument if given, else what torch or the environment asks for, else yes. It is read at every call."""
     if deterministic is not None:
         return deterministic
-    return torch.are_deterministic_algorithms_enabled() or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") != "0"
+    return torch.are_deterministic_algorithms_enabled() or asked_of_flash() != "0"
 
 
 def mask_of(asked: Arguments) -> Mask:

@@ -51,8 +51,7 @@ class Attention(torch.autograd.Function):
             dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
         else:
             dq, dk, dv = ctx.prepared.backward(operands)
-        for_q, for_k, for_v, _ = ctx.needs_input_grad
-        return dq if for_q else None, dk if for_k else None, dv if for_v else None, None
+        return dq, dk, dv, None  # autograd drops the gradient of a tensor that needs none
 
 
 # Function.apply itself first handles the transforms of torch.func, which do not come here.
@@ -185,7 +184,8 @@ def attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
     """The output of `attention`, and the log-sum-exp."""
-    q, k, v = _autocast(q, k, v)
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        q, k, v = _autocast(q, k, v)
     if torch.compiler.is_compiling():
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
@@ -242,7 +242,7 @@ def _order(asked: Arguments) -> Order:
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast the tensors to the dtype of autocast if it is on, as torch's own attention does."""
+    """Cast the tensors to the dtype of autocast if it is on for their device, as torch's own attention does."""
     kind = getattr(getattr(tensors[0], "device", None), "type", "")
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensors

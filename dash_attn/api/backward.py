@@ -72,9 +72,8 @@ def backward(
         prepared = checked()
     else:
         prepared = recall(key, checked)
-    into = Gradients(
-        torch.empty_like(q, memory_format=torch.contiguous_format) if dq is None else dq,
-        torch.empty_like(k, memory_format=torch.contiguous_format) if dk is None else dk,
-        torch.empty_like(v, memory_format=torch.contiguous_format) if dv is None else dv,
-    )
-    return prepared.backward(operands, into)
+    if dq is dk is dv is None:
+        return prepared.backward(operands)
+    models = zip(given, (q, k, v), strict=True)
+    into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
+    return prepared.backward(operands, Gradients(*into))

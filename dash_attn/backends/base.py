@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from dash_attn.plan import Plan
@@ -32,6 +33,11 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
 
+    @staticmethod
+    def room(operands: Operands) -> Gradients:
+        """New contiguous tensors, to be written to."""
+        return Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[1:4]])
+
 
 @dataclass(frozen=True)
 class Options:
@@ -55,15 +61,16 @@ Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -
 
 
 class Backward(Protocol):
-    """Writes the gradients of `operands` to `into`. Every element of `into` is written."""
+    """Writes the gradients of `operands` to `into`, or to new tensors, and returns them. Every element is written."""
 
-    def __call__(self, operands: Operands, into: Gradients) -> None: ...
+    def __call__(self, operands: Operands, into: Gradients | None = None) -> Gradients: ...
 
 
 class Backend(Protocol):
     """The implementation for one device. Tensors are (batch, seqlen, heads, dim), and callers have checked them."""
 
     name: str
+    device: torch.device
     always_deterministic: bool
 
     def tile_shape(self, problem: Problem) -> TileShape: ...

@@ -39,6 +39,8 @@ def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> 
     [
         {"sm_margin": 0.0},
         {"sm_margin": -1},
+        {"causal": 1},
+        {"deterministic": 1},
         {"window": (3.0, 0)},
         {"window": (3,)},
         {"cu_seqlens_q": [0.0, 10.0, float(LENGTH)]},

@@ -22,6 +22,7 @@ class CpuBackend:
     """The CPU backend. It always adds contributions in order, because the order costs no time worth saving."""
 
     name = "cpu"
+    device = torch.device("cpu")
     always_deterministic = True
 
     def tile_shape(self, problem: Problem) -> TileShape:

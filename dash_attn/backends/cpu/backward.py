@@ -52,8 +52,9 @@ class CpuConfig:
 
 
 @torch.no_grad()
-def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients) -> None:
+def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients | None = None) -> Gradients:
     """Write dQ, dK and dV. Each worker of the placement is one thread."""
+    into = Gradients.room(operands) if into is None else into
     program, placed = plan.program, placement(plan, config.worker_count(plan))
     g = program.geometry
     buffers, jobs = Buffers.of(plan.problem, g, operands, into)
@@ -73,6 +74,7 @@ def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients)
     if buffers.parts is not None:
         sums = zip((into.dk, into.dv), buffers.parts, strict=True)
         run_jobs([job for grad, parts in sums for job in _sums(grad, parts, g.share)], config.thread_count())
+    return into
 
 
 def _sums(grad: Tensor, parts: Tensor, share: int) -> Iterator[Callable[[], None]]:

@@ -2,8 +2,8 @@
 
 The front end chooses a tile, builds a key and looks up the compiled kernel. That takes 100 us at every call, and the
 result follows from the problem, the shapes and the strides. So the first call uses the front end, and this file records
-the compiled kernel and its arguments. Later calls with the same shapes and strides pass new tensors to the recorded
-kernel. If the record is not what this file expects, every call uses the front end.
+the compiled kernel and its arguments. Later calls pass new tensors to the recorded kernel. If the record is not what
+this file expects, every call uses the front end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dash_attn.problem import Problem
 
+from .alignment import maker
 from .packing import packing_of, unpacked
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
@@ -29,10 +30,11 @@ class Noted(NamedTuple):
 
     kernel: Callable[..., Any]
     others: tuple[Any, ...]
+    make: Callable[[Tensor], Tensor]  # makes `out` like q
 
 
 class Fa4Forward:
-    """The forward of one problem."""
+    """The forward of one problem, for tensors that have the same strides at every call."""
 
     def __init__(self, problem: Problem) -> None:
         mask = problem.mask
@@ -45,31 +47,32 @@ class Fa4Forward:
             "return_lse": True,
         }
         self.packed, tokens = mask.documents is not None, problem.batch * problem.len_q
-        self.lse_shape = (problem.heads_q, tokens) if self.packed else (problem.batch, problem.heads_q, problem.len_q)
-        self._noted: dict[tuple[object, ...], Noted | None] = {}  # by device and strides
+        shape = (problem.heads_q, tokens) if self.packed else (problem.batch, problem.heads_q, problem.len_q)
+        self.lse_layout = shape, torch.empty(shape, device="meta").stride()
+        self._noted: Noted | None = None
+        self._can_record = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.packed:
-            return self._run(q, k, v, self.how)
-        assert self.problem.mask.documents is not None
-        packing = packing_of(self.problem.mask.documents, self.problem.batch, q.device)
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        return unpacked(self.problem, *self._run(q, k, v, self.how | packing._asdict()))
-
-    def _run(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        key = (q.device.index, q.stride(), k.stride(), v.stride())
-        noted = self._noted.get(key)
+        if self.packed:
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        noted = self._noted
         if noted is None:
-            if key in self._noted or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-                out, lse, *_ = entry()(q, k, v, **how)
-            else:
-                with Recorder() as recorder:
-                    out, lse, *_ = entry()(q, k, v, **how)
-                self._noted[key] = recorder.note((q, k, v, out, lse), how)
+            out, lse = self._through_front(q, k, v)
+        else:
+            out, lse = noted.make(q), torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+            noted.kernel(q, k, v, out, lse, *noted.others)
+        return unpacked(self.problem, out, lse) if self.packed else (out, lse)
+
+    def _through_front(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        how, documents = self.how, self.problem.mask.documents
+        if documents is not None:
+            how = how | packing_of(documents, self.problem.batch, q.device)._asdict()
+        if not self._can_record or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            out, lse, *_ = entry()(q, k, v, **how)
             return out, lse
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(self.lse_shape, dtype=torch.float32)
-        noted.kernel(q, k, v, out, lse, *noted.others)
+        with Recorder() as recorder:
+            out, lse, *_ = entry()(q, k, v, **how)
+        self._noted, self._can_record = recorder.note((q, k, v, out, lse), how), False
         return out, lse
 
 
@@ -126,7 +129,7 @@ class Recorder:
             and all(x.is_contiguous() for x in tensors[3:])
             and not any(isinstance(x, Tensor) and id(x) not in callers for x in others)
         )
-        return Noted(kernel, others) if expected and len(args) > TENSORS else None
+        return Noted(kernel, others, maker(tensors[0])) if expected and len(args) > TENSORS else None
 
 
 def _is(given: object, x: Tensor) -> bool:

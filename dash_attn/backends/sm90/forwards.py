@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib import metadata
@@ -20,13 +19,15 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Forward
+from dash_attn.backends.variables import variable
 from dash_attn.problem import Problem
 
-from .alignment import Alignment, aligned
+from .alignment import Strides, aligned
 from .fa4 import Fa4Forward, entry
 from .packing import Packing, packing_of, unpacked
 
 VARIABLE = "DASH_ATTN_FORWARD"
+named_provider = variable(VARIABLE)
 OWN_FORWARD = "call dash_attn.backward with out and lse of your own forward"
 
 Result = tuple[Tensor, Tensor]
@@ -36,7 +37,7 @@ class Provider(Protocol):
     """A library with a forward.
 
     `missing` says why the library cannot run on this machine, and `refuses` why it cannot run a problem. Both are None
-    if it can. `bound` gives the forward of one problem.
+    if it can. `bound` gives the forward of one problem, for tensors that have the same strides at every call.
     """
 
     key: str
@@ -153,7 +154,7 @@ def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provi
         raise NotImplementedError(f"mask has tiles, for which there is no forward on GPUs: {OWN_FORWARD}")
     if problem.softmax_scale <= 0:  # the libraries take the largest score before they scale it
         raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
-    asked = os.environ.get(VARIABLE)
+    asked = named_provider()
     keys = [provider.key for provider in providers]
     if asked and asked not in keys:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(keys)}, or not set; got {asked!r}")
@@ -176,17 +177,22 @@ class LibraryForward:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._bound: dict[str | None, Forward] = {}  # by the value of DASH_ATTN_FORWARD
-        self._takes = Alignment()
+        # By the value of DASH_ATTN_FORWARD and the strides of tensors that need no copy.
+        self._bound: dict[tuple[str | None, Strides, Strides, Strides], Forward] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
-        asked = os.environ.get(VARIABLE)
-        run = self._bound.get(asked)
+        run = self._bound.get((named_provider(), q.stride(), k.stride(), v.stride()))
+        if run is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            return self._copied(aligned(q), aligned(k), aligned(v))
+        return run(q, k, v)
+
+    def _copied(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+        """For strides that no call had before, and for copies of tensors with an unsuitable alignment."""
+        key = (named_provider(), q.stride(), k.stride(), v.stride())
+        run = self._bound.get(key)
         if run is None:
-            run = self._bound[asked] = choose(self.problem).bound(self.problem)
-        if self._takes(q, k, v):
-            return run(q, k, v)
-        return run(aligned(q), aligned(k), aligned(v))
+            run = self._bound[key] = choose(self.problem).bound(self.problem)
+        return run(q, k, v)
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
 
-from .alignment import Alignment, aligned
+from .alignment import Strides, aligned, fits, maker
 from .cache import kernels
 from .config import KernelConfig
 from .tables import DeviceTables
-from .workspace import Workspace, converted, parts_shape
+from .workspace import Keeper, Workspace, converted, parts_shape
 
 LOG2_E = 1.4426950408889634
 
@@ -42,63 +43,89 @@ class Launch:
         rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
         self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
         self.clears, self.special = tables.empty_q_tiles or not cfg.ordered, cfg.trace or cfg.debug
-        self._takes = Alignment()
+        self._device = tables.chains.device
+        self._index = self._device.index if self._device.type == "cuda" else None
+        self._workspace = Keeper(cfg)
+        # The key has the strides of tensors that need no copy. The value makes new tensors like q, k and v.
+        self._makers: dict[tuple[Strides, ...], Callable[[Tensor], Tensor]] = {}
         self._streams: set[int] = set()  # streams that have used the tables
 
     def __call__(
         self,
         operands: Operands,
-        into: Gradients,
+        into: Gradients | None = None,
         workspace: Workspace | None = None,
         extra: Extra | None = None,
-    ) -> None:
-        """Write the gradients to `into`. Tensors with an unsuitable alignment are copied."""
+    ) -> Gradients:
+        """Write the gradients to `into` or to new tensors. Tensors with an unsuitable alignment are copied."""
         if (extra is None) is self.special:
             raise ValueError("a build that traces or debugs runs through builds.trace or builds.debug, no other does")
         dout, q, k, v, out, lse = operands
-        dq, dk, dv = into
-        if lse.is_contiguous() and self._takes(dout, q, k, v, out, dq, dk, dv):
-            self._launch(operands, into, workspace, extra)
-            return
-        copies = Gradients(aligned(dq), aligned(dk), aligned(dv))
+        strides: tuple[Strides, ...] = (dout.stride(), q.stride(), k.stride(), v.stride(), out.stride())
+        starts = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if into is not None:
+            dq, dk, dv = into
+            strides += (dq.stride(), dk.stride(), dv.stride())
+            starts |= dq.data_ptr() | dk.data_ptr() | dv.data_ptr()
+        make = self._makers.get(strides)
+        if make is None or starts % 16 or not lse.is_contiguous():
+            return self._copied(operands, into, workspace, extra)
+        if into is None:
+            into = Gradients(make(q), make(k), make(v))
+        self._launch(operands, into, workspace, extra)
+        return into
+
+    def _copied(
+        self, operands: Operands, into: Gradients | None, workspace: Workspace | None, extra: Extra | None
+    ) -> Gradients:
+        """For strides that no call had before, and for tensors that must be copied."""
+        dout, q, k, v, out, lse = operands
+        strides = tuple([x.stride() for x in (*operands[:5], *(into or ()))])
+        if all(map(fits, strides)):
+            self._makers[strides] = maker(q, k, v)
         inputs = Operands(aligned(dout), aligned(q), aligned(k), aligned(v), aligned(out), lse.contiguous())
-        self._launch(inputs, copies, workspace, extra)
-        for given, copy in zip(into, copies, strict=True):
-            if given is not copy:
-                given.copy_(copy)
+        grads = Gradients.room(inputs) if into is None else Gradients(*map(aligned, into))
+        self._launch(inputs, grads, workspace, extra)
+        if into is None:
+            return grads
+        for given, grad in zip(into, grads, strict=True):
+            if given is not grad:
+                given.copy_(grad)
+        return into
 
     def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        """Room for dV and dK of cut chains, if chains are cut."""
-        if not self.cfg.cut:
-            return ()
+        """Room for dV and dK of cut chains."""
         shape = parts_shape(self.cfg, q.shape[0] * q.shape[2], k.shape[1])
         return (torch.empty(shape, dtype=torch.float32, device=q.device),)
 
     def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
         dout, q, k, v, out, lse = operands
+        dq, dk, dv = into
+        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        if stream not in self._streams:
+            if self._index is not None:
+                # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
+                self.tables.chains.record_stream(torch.cuda.current_stream(self._device))
+            self._streams.add(stream)
         stats: Any
         if workspace is None:
-            workspace, stats = Workspace.kept(self.cfg, q, into.dq)
+            workspace, stats = self._workspace(q, dq, stream)
         else:
             stats = tuple(workspace)
-        if q.is_cuda and (stream := torch._C._cuda_getCurrentRawStream(q.device.index)) not in self._streams:
-            # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
-            self.tables.chains.record_stream(torch.cuda.current_stream(q.device))
-            self._streams.add(stream)
         if self.clears:
-            clear(self.cfg, self.tables, into.dq, workspace)
+            clear(self.cfg, self.tables, dq, workspace)
         self.prepare((dout, out, lse), stats)
-        parts = self._parts(q, k)
+        parts = self._parts(q, k) if self.cfg.cut else ()
         facts: tuple[float, ...] = self.facts
         if parts:
             stats = (*workspace, *parts)
         if extra is not None:
             stats, facts = (*workspace, *parts, *extra.tensors), (*facts, *extra.addresses)
-        self.main((q, dout, k, v, *into), stats, self.program, facts)
+        self.main((q, dout, k, v, dq, dk, dv), stats, self.program, facts)
         if self.finish is not None:
-            self.finish(workspace.dq_sum, into.dq, self.scale)
+            self.finish(workspace.dq_sum, dq, self.scale)
         if self.add_parts is not None:
-            self.add_parts(*parts, (into.dv, into.dk), self.scale)
+            self.add_parts(*parts, (dv, dk), self.scale)
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 from .config import KernelConfig
 from .cta import TILE_N
 
+Size = tuple[Any, ...]
+
 KEPT_FLOATS = 1 << 22  # elements of the largest dQ whose workspace is kept (about 17 MB)
 
 
@@ -62,25 +64,38 @@ class Workspace(NamedTuple):
         in_dq = lends(cfg, planes, seqlen) and not keeps(cfg, planes, seqlen)
         return 4 * (sums if in_dq else sums + sum(small))
 
-    @staticmethod
-    def kept(cfg: KernelConfig, q: Tensor, dq: Tensor) -> tuple[Workspace, Any]:
-        """A workspace, and the same tensors converted for the compiled kernels.
 
-        A small workspace on the default stream is kept, and the thread's next call of the same size reuses it. That
-        call runs after this one, and saves a third of its host time. CUDA graphs are never captured on the default
-        stream.
-        """
-        batch, seqlen, heads, _ = q.shape
-        device = q.device.index
-        if not keeps(cfg, batch * heads, seqlen) or not on_default_stream(device):
-            ws = Workspace.of(cfg, q, dq)
+class Keeper:
+    """Gives a launch its workspace. All calls of a launch have tensors of one shape, on one device.
+
+    A small workspace on the default stream is kept, and the thread's next call of the same size reuses it. That call
+    runs after this one, and saves a third of its host time. CUDA graphs are never captured on the default stream.
+    """
+
+    def __init__(self, cfg: KernelConfig) -> None:
+        self.cfg = cfg
+        self._size: Size | None = None  # known from the first call; empty if the workspace is too large to be kept
+
+    def __call__(self, q: Tensor, dq: Tensor, stream: int) -> tuple[Workspace, Any]:
+        """A workspace, and the same tensors converted for the compiled kernels. `stream` is 0 for the default one."""
+        size = self._size
+        if size is None:
+            size = self._size = self._size_of(q)
+        if stream or not size:
+            ws = Workspace.of(self.cfg, q, dq)
             return ws, tuple(ws)
-        size = cfg.tile_m, cfg.columns, cfg.counters, batch * heads, seqlen
-        kept = _kept.on.get(device)
+        kept = _kept.on.get(size[0])
         if kept is None or kept[0] != size:
-            ws = Workspace.of(cfg, q)
-            kept = _kept.on[device] = size, (ws, converted(tuple(ws)))
+            ws = Workspace.of(self.cfg, q)
+            kept = _kept.on[size[0]] = size, (ws, converted(tuple(ws)))
         return kept[1]
+
+    def _size_of(self, q: Tensor) -> Size:
+        """The device, and all that the shapes of a workspace follow from."""
+        batch, seqlen, heads, _ = q.shape
+        if not keeps(self.cfg, batch * heads, seqlen):
+            return ()
+        return q.device.index, self.cfg.tile_m, self.cfg.columns, self.cfg.counters, batch * heads, seqlen
 
 
 def parts_shape(cfg: KernelConfig, planes: int, len_k: int) -> tuple[int, int, int, int]:
@@ -100,15 +115,11 @@ def lends(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
     )
 
 
-def on_default_stream(device: int) -> bool:
-    return bool(torch._C._cuda_getCurrentRawStream(device) == 0)
-
-
 class _Kept(threading.local):
     """The last workspace on each device. Each thread has its own, because launches of two threads may alternate."""
 
     def __init__(self) -> None:
-        self.on: dict[int, tuple[tuple[Any, ...], tuple[Workspace, Any]]] = {}
+        self.on: dict[int, tuple[Size, tuple[Workspace, Any]]] = {}
 
 
 _kept = _Kept()

@@ -286,12 +286,29 @@ def test_a_front_that_makes_tensors_is_always_entered(monkeypatch: pytest.Monkey
     assert front.entered == 3
 
 
-def test_other_strides_are_noted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_strides_are_noted_anew(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     front = Front()
     monkeypatch.setattr(fa4, "entry", lambda: front)
-    run = fa4.Fa4Forward(posed())
+    monkeypatch.setenv(forwards.VARIABLE, "fa4")
+    run = forwards.LibraryForward(posed())
     q, k, v = torch.randn(2, 50, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
     wide = torch.randn(2, 40, 4, 16)[:, :, ::2]
     for keys in (k, wide, k, wide):
         torch.testing.assert_close(run(q, keys, v)[0], forward(posed(), q, keys, v)[0])
     assert (front.entered, front.ran) == (2, 4)
+
+
+def test_a_start_that_is_not_aligned_is_copied_at_every_call(
+    installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strides of the tensor fit, and an earlier call had them."""
+    front, starts = Front(), []
+    run, kernel = forwards.LibraryForward(posed()), front.kernel
+    front.kernel = lambda *given: (starts.append(given[1].data_ptr() % 16), kernel(*given))
+    monkeypatch.setattr(fa4, "entry", lambda: front)
+    monkeypatch.setenv(forwards.VARIABLE, "fa4")
+    q, k, v = torch.randn(2, 50, 4, 16), torch.randn(2, 40, 2, 16), torch.randn(2, 40, 2, 16)
+    shifted = torch.randn(k.numel() + 1)[1:].view_as(k)
+    for keys in (k, shifted, shifted):
+        torch.testing.assert_close(run(q, keys, v)[0], forward(posed(), q, keys, v)[0])
+    assert starts == [0, 0, 0] and shifted.data_ptr() % 16

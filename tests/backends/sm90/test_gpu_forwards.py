@@ -13,7 +13,7 @@ import dash_attn
 from dash_attn.api import ops
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends.sm90.fa4 import Fa4Forward, entry
-from dash_attn.backends.sm90.forwards import FlashAttention4
+from dash_attn.backends.sm90.forwards import VARIABLE, FlashAttention4, LibraryForward
 from dash_attn.backends.sm90.packing import packing_of, unpacked
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.tools.bench.operands import draw
@@ -118,13 +118,13 @@ def test_boundaries_on_the_gpu_are_captured_only_if_they_were_read() -> None:
     assert torch.equal(out, want)
 
 
-def front(problem: Problem, forward: Fa4Forward, qkv: list[Tensor]) -> list[Tensor]:
+def front(problem: Problem, qkv: list[Tensor]) -> list[Tensor]:
     """out and lse through FlashAttention-4's own Python front."""
-    packing = problem.mask.documents
+    packing, how = problem.mask.documents, Fa4Forward(problem).how
     if packing is None:
-        return list(entry()(*qkv, **forward.how)[:2])
+        return list(entry()(*qkv, **how)[:2])
     flat, sizes = [x.flatten(0, 1) for x in qkv], packing_of(packing, problem.batch, qkv[0].device)
-    return list(unpacked(problem, *entry()(*flat, **forward.how, **sizes._asdict())[:2]))
+    return list(unpacked(problem, *entry()(*flat, **how, **sizes._asdict())[:2]))
 
 
 def side_by_side(*tensors: Tensor) -> list[Tensor]:
@@ -139,18 +139,20 @@ def side_by_side(*tensors: Tensor) -> list[Tensor]:
     ids=str,
 )
 @pytest.mark.parametrize("dim", [64, 128])
-def test_the_recorded_forward_has_the_bits_of_its_front(mask: Mask, dim: int) -> None:
+def test_the_recorded_forward_has_the_bits_of_its_front(mask: Mask, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call with the same strides goes past the front, also after a call with other strides."""
     reason = FlashAttention4().missing()
     if reason is not None:
         pytest.skip(reason)
     problem = Problem(1 if mask.documents else 2, 4, 2, 700, 700, dim, mask=mask)
-    forward = Fa4Forward(problem)
+    monkeypatch.setenv(VARIABLE, "fa4")
+    forward = LibraryForward(problem)
     for seed in range(3):  # the first round records
         plain = list(draw(problem, torch.device("cuda", 0), seed)[1:])
         for qkv in (plain, side_by_side(*plain)):
-            assert same(list(forward(*qkv)), front(problem, forward, plain)), seed
-    assert len(forward._noted) == 2 and all(forward._noted.values()), "FlashAttention-4's calls are not as expected"
+            assert same(list(forward(*qkv)), front(problem, plain)), seed
+    recorded = [run._noted for run in forward._bound.values()]
+    assert len(recorded) == 2 and all(recorded), "FlashAttention-4's calls are not as expected"
 
 
 def test_opcheck() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from dash_attn.backends.sm90 import tables, workspace
 from dash_attn.backends.sm90.config import select
-from dash_attn.backends.sm90.workspace import Workspace
+from dash_attn.backends.sm90.workspace import Keeper, Workspace
 
 CFG = select(64, "bf16", "full")
 
@@ -16,13 +16,12 @@ def q(tokens: int = 100) -> torch.Tensor:
     return torch.empty(1, tokens, 2, 64)
 
 
-def kept(like: torch.Tensor) -> Workspace:
-    return Workspace.kept(CFG, like, torch.empty_like(like))[0]
+def kept(like: torch.Tensor, stream: int = 0) -> Workspace:
+    return Keeper(CFG)(like, torch.empty_like(like), stream)[0]
 
 
 @pytest.fixture(autouse=True)
-def default_stream(monkeypatch):
-    monkeypatch.setattr(workspace, "on_default_stream", lambda device: True)
+def nothing_kept(monkeypatch):
     monkeypatch.setattr(workspace, "_kept", workspace._Kept())
 
 
@@ -37,8 +36,16 @@ def test_not_on_other_streams_nor_large(monkeypatch):
     monkeypatch.setattr(workspace, "KEPT_FLOATS", 100 * 2 * 64)
     assert kept(q()).dq_sum is kept(q()).dq_sum
     assert kept(q(101)).dq_sum is not kept(q(101)).dq_sum
-    monkeypatch.setattr(workspace, "on_default_stream", lambda device: False)
-    assert kept(q()).dq_sum is not kept(q()).dq_sum
+    assert kept(q(), stream=7).dq_sum is not kept(q()).dq_sum
+
+
+def test_a_keeper_takes_turns_with_another_of_a_different_size():
+    one, two = Keeper(CFG), Keeper(CFG)
+    for _ in range(2):
+        for keeper, tokens in ((one, 100), (two, 300)):
+            like = q(tokens)
+            ws, _ = keeper(like, torch.empty_like(like), 0)
+            assert ws.lse2.shape == Workspace.of(CFG, like).lse2.shape
 
 
 def test_each_thread_has_its_own():
