@@ -376,6 +376,6 @@ def test_determinism_is_read_at_the_call(flags: pytest.MonkeyPatch) -> None:
 def test_host_time() -> None:
     """Forward and backward under autograd of a small problem seen before: what the host does until the call returns."""
     (row,) = measure_host(torch.device("cuda", 0), CASES[:1])
-    ours, torchs = (row["us"][name]["median"] for name in ("attention", "torch"))
+    ours, ratio = row["us"]["attention"]["median"], row["ratio"]
     assert not row["failed"]
-    assert ours <= 300 and ours <= 1.3 * torchs, f"{ours:.0f} us, torch {torchs:.0f} us"
+    assert ours <= 300 and ratio <= 1.3, f"{ours:.0f} us, {ratio:.2f} times as long as torch"

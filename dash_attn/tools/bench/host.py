@@ -3,10 +3,14 @@
 The GPU computes a small problem faster than Python can ask for it, so the host's time is the time of a step. Every call
 is timed from an idle GPU until it returns; the GPU may still run then. Ours are `dash_attn.attention` under autograd,
 forward and backward, the forward alone, and `dash_attn.backward` alone. Peers run forward and backward.
+
+The clock of a host wanders within seconds. So variants take turns in short rounds, and a ratio of two variants is the
+median over the rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,9 +40,9 @@ CASES = (
         Problem(1, 4, 4, 512, 512, 64, mask=documents([0, 90, 301, 512], causal=True)),
     ),
 )
-# Rounds in which variants take turns, because the host's clock wanders; in each of them, untimed and timed calls. On a
-# CPU they show that the harness works, and nothing about speed.
-EFFORT = {"cuda": (10, 5, 30), "cpu": (2, 0, 1)}
+# Rounds, and the untimed and timed calls of each variant in a round. On a CPU they show that the harness works, and
+# nothing about speed.
+EFFORT = {"cuda": (20, 10, 30), "cpu": (2, 0, 1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +136,8 @@ PEERS: dict[str, Timed] = {"torch": by_torch, "fa4 det": fa4}
 
 
 def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> list[Row]:
-    """A row for each case: microseconds until a call of each variant returns. `missing` could not run, `failed` ran and
-    is wrong."""
+    """A row for each case: microseconds until a call of each variant returns, and the `ratio` of attention to torch.
+    `missing` could not run, `failed` ran and is wrong."""
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext()
     with flash:  # around all calls: to choose torch's kernel at each of them would be timed with them
         return [_row(case, device) for case in cases]
@@ -154,13 +158,21 @@ def _row(case: BenchCase, device: torch.device) -> Row:
                 row["failed"][name] = f"gradients are {off:.1e} from float64"
         except Exception as error:  # a peer may fail in any way: it is reported, and the others still run
             row["missing" if name in PEERS else "failed"][name] = reason(error)
-    times: dict[str, list[float]] = {name: [] for name in ready}
+    times: dict[str, list[list[float]]] = {name: [] for name in ready}
     for _ in range(rounds):
         for name, call in ready.items():
-            times[name] += host_us(call, device, untimed + timed)[untimed:]
-    row["us"] = {name: summary(values) for name, values in times.items()}
+            times[name].append(host_us(call, device, untimed + timed)[untimed:])
+    row["us"] = {name: summary([us for each in values for us in each]) for name, values in times.items()}
+    row["ratio"] = ratio(times["attention"], times["torch"]) if {"attention", "torch"} <= times.keys() else None
     row["gpu"] = gpu_now(device)
     return row
+
+
+def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
+    """How many times as long as `theirs` ours take, from the times of each round."""
+    return statistics.median(
+        statistics.median(own) / statistics.median(other) for own, other in zip(ours, theirs, strict=True)
+    )
 
 
 def host_us(call: Call, device: torch.device, count: int) -> list[float]:

@@ -171,14 +171,13 @@ def blocks(result: Result) -> TableText:
 
 
 def hosts(result: Result) -> TableText:
-    """Microseconds until a call returns, and how our forward and backward stands to torch's."""
+    """Microseconds until a call returns, and the ratio of our forward and backward to torch's, round by round."""
     names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
     lines = []
     for row in result["rows"]:
-        ours, base = median(row, "attention"), median(row, "torch")
         values = (median(row, name) for name in names)
         shown = ("-" if us is None else f"{us:.0f}" for us in values)
-        lines.append([row["cell"], *shown, times(ours / base if ours and base else None)])
+        lines.append([row["cell"], *shown, times(row["ratio"])])
     return ["host us", *names, "attention/torch"], lines
 
 

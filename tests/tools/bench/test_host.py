@@ -13,6 +13,7 @@ from dash_attn.problem import CAUSAL, Problem, documents
 from dash_attn.tools.bench import host
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.host import host_us, measure_host
+from dash_attn.tools.bench.report import hosts
 from dash_attn.tools.cli.main import main as dash_attn_command
 from dash_attn.tools.viz.results import plot
 
@@ -29,6 +30,7 @@ def test_every_variant_is_checked_and_what_cannot_run_is_named() -> None:
     assert set(packed["us"]) == {"attention", "forward", "backward"}
     assert plain["missing"] == {"fa4 det": "runs on GPUs only"} and "torch" in packed["missing"]
     assert not plain["failed"] and not packed["failed"]
+    assert plain["ratio"] > 0 and packed["ratio"] is None
 
 
 @pytest.mark.parametrize("table", ["OURS", "PEERS"])
@@ -41,6 +43,19 @@ def test_wrong_gradients_and_errors_are_named(table: str, monkeypatch: pytest.Mo
     (row,) = measure_host(CPU, SMALL[:1])
     assert "from float64" in row["failed"]["wrong"]
     assert row["failed" if table == "OURS" else "missing"]["breaks"] == "out of order"
+
+
+def test_a_clock_that_changes_between_rounds_does_not_change_the_ratio() -> None:
+    """In slow rounds all calls take longer. One slow call in a round, and one slow round of ours, do not count."""
+    ours, theirs = [[12, 12, 90], [60, 60, 60], [120, 120, 120]], [[10, 10, 10], [10, 10, 10], [100, 100, 400]]
+    assert host.ratio(ours, theirs) == 1.2
+
+
+def test_the_report_has_the_ratio_of_the_rounds() -> None:
+    us = {name: {"median": 100.0} for name in ("attention", "torch")}
+    rows = [{"cell": "a", "us": us, "ratio": 1.234}, {"cell": "b", "us": us, "ratio": None}]
+    header, lines = hosts({"rows": rows})
+    assert header[-1] == "attention/torch" and [line[-1] for line in lines] == ["1.23x", "-"]
 
 
 def test_a_call_is_timed_until_it_returns() -> None:
