@@ -22,6 +22,7 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")  # row 0 of a worker's stamps
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself, because its neighbours are polled too
+KV_COUNTERS = 8  # the word of the buffer `words` at which the turnstiles of cut chains begin; word 0 counts tickets
 MOST_TURNS = 2**16 - 1  # of a q tile, because two halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # by padded head dim: from this many keys per query on, "postpass" is faster
 SPARE_REGS = 24  # registers that a consumer thread needs beside its tiles
@@ -46,7 +47,8 @@ class KernelConfig:
     delta_ahead: int = 0  # the same for delta
     k_kept: int = 0  # 16-column steps of K that the consumers hold in registers during a chain
     peek: bool = False  # consumers test for the next Q at the end of a task, so that they need not wait for it later
-    cut: bool = False  # a chain has one q head of its group: dK and dV leave as fp32 parts, which a pass adds up
+    cut: bool = False  # a chain has one q head of its group: dK and dV are summed in turn over the q heads
+    packed: bool = False  # sequences of any length lie one after the other; workers take chains by ticket
     debug: bool = False  # waits end with a report, and every contribution is kept (see device/debug.py); for tests
     trace: bool = False  # every entry gets time stamps (see device/stamps.py)
 

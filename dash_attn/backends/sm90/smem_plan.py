@@ -14,30 +14,42 @@ if TYPE_CHECKING:
 
 
 class TaskEntry(IntEnum):
-    """int32 words of a task in the task ring."""
+    """int32 words of a task in the task ring. The last three are for packed sequences."""
 
     FLAGS = 0
-    Q_TILE = 1
+    Q_TILE = 1  # counted from the first query of the sequence
     PLANE = 2
     TURN = 3
+    SUM_TILE = 4  # the q tile, counted over all sequences
+    ROW = 5  # where TMA finds the tile's rows (device/rows.py)
+    SHIFT = 6
 
 
 class GradEntry(IntEnum):
-    """int32 words of the end of a chain in the task ring. They say where dV goes."""
+    """int32 words of the end of a chain in the task ring. They say where dV goes, and dK of a cut chain."""
 
     FLAGS = 0
-    KV_TILE = 1
-    KV_HEAD = 2
+    KV_TILE = 1  # of packed sequences, counted over all sequences
+    KV_HEAD = 2  # the q head of a cut chain
     BATCH = 3
+    ROW = 5
+    SHIFT = 6
 
 
 class Info(IntEnum):
-    """int32 words of `info`, which describes a chain."""
+    """int32 words of `info`, which describes a chain. The last four are for packed sequences."""
 
-    NUM_RUNS = 0
+    NUM_RUNS = 0  # below 0: no chain follows
     KV_TILE = 1
     KV_HEAD = 2
     BATCH = 3
+    LEN_Q = 4
+    LEN_K = 5
+    ROW = 6
+    SHIFT = 7
+
+
+ENTRY_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def plan(cfg: KernelConfig) -> SmemPlan:
     q_tile, kv_tile, ds_tile = (2 * size for size in (cfg.tile_m * cfg.dim, TILE_N * cfg.dim, cfg.tile_m * TILE_N))
     sizes = [
         ("mbars", 8 * MBARRIER_COUNT, 8),
-        ("ring", 4 * len(TaskEntry) * RING, 16),
+        ("ring", 4 * ENTRY_WORDS * RING, 16),
         ("info", 4 * len(Info) * CHAINS_IN_FLIGHT, 16),
         ("lse", 4 * cfg.tile_m * STAGES, 128),
         ("delta", 4 * cfg.tile_m * STAGES, 128),

@@ -29,7 +29,7 @@ from dash_attn.backends.sm90.config import DEBUG, TRACE, KernelConfig, select
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-FIELDS = {"debug": dict(DEBUG), "trace": dict(TRACE), "cut": {"cut": True}}  # of a build
+FIELDS = {"debug": dict(DEBUG), "trace": dict(TRACE), "cut": {"cut": True}, "packed": {"packed": True}}  # of a build
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
 from ..config import KernelConfig
 from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
-from ..smem_plan import Info, TaskEntry
+from ..smem_plan import ENTRY_WORDS, Info
 from .ptx import phase_done
 
 
@@ -23,6 +23,16 @@ class Tables(NamedTuple):
     worker_first: Any  # [W + 1], where each worker's chains begin in worker_chains
     worker_chains: Any  # [C], row numbers of chains
     contributors: Any  # [n_q], contributions to each dQ tile
+
+
+class PackTables(NamedTuple):
+    """The templates of a pack and its sequences, as pack.Assembly has them: int32, read-only."""
+
+    docs: Any  # [D, len(Doc)], columns of pack.Doc: the sequences in launch order
+    bundles: Any  # [B, 2]: first chain, number of chains
+    chains: Any  # [C, 3]: kv tile, first run, number of runs
+    runs: Any  # [R, 8], columns of program.Run and one of zeros
+    contributors: Any  # contributions to each dQ tile, template by template
 
 
 class Debug(NamedTuple):
@@ -48,7 +58,8 @@ class Streams(NamedTuple):
     counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key that a query sees
     row_hi: Any  # (Sq,) one past the last key that it sees
-    parts: Any = ()  # (planes, n_kv, chain_entries, 2 * half_floats) fp32: dV and dK of cut chains
+    words: Any = ()  # int32, zero when the kernel begins: the next ticket, then turnstiles of kv_sum
+    kv_sum: Any = ()  # (kv planes, n_kv, chain_entries, 2 * half_floats) fp32: dV and dK of cut chains
     debug: Any = ()  # Debug, in a debug build
     events: Any = ()  # (workers, 1 + entries, len(STAMPS)) int64, in a tracing build
 
@@ -62,6 +73,9 @@ class Facts(NamedTuple):
     seqlen_k: Int32
     group: Int32  # q heads of a kv head
     heads_q: Int32
+    tickets: Any = ()  # of a pack: bundles of all sequences and panels
+    left: Any = ()  # of a pack with mask "interval": how far a query sees before and after its position
+    right: Any = ()
 
 
 def element(cfg: KernelConfig):
@@ -108,7 +122,7 @@ def smem_struct(cfg: KernelConfig):
     @cute.struct
     class Shared:
         mbars: mem[cutlass.Int64, MBARRIER_COUNT]
-        ring: align[mem[Int32, len(TaskEntry) * RING], 16]
+        ring: align[mem[Int32, ENTRY_WORDS * RING], 16]
         info: align[mem[Int32, len(Info) * CHAINS_IN_FLIGHT], 16]
         lse: align[mem[Float32, m * STAGES], 128]
         delta: align[mem[Float32, m * STAGES], 128]
@@ -159,7 +173,7 @@ class Views:
             dq=mem.dq.get_tensor(cute.make_layout((cfg.half_floats, HALF_SLOTS))),
             lse=mem.lse.get_tensor(stats),
             delta=mem.delta.get_tensor(stats),
-            ring=mem.ring.get_tensor(cute.make_layout((len(TaskEntry), RING))),
+            ring=mem.ring.get_tensor(cute.make_layout((ENTRY_WORDS, RING))),
             info=mem.info.get_tensor(cute.make_layout((len(Info), CHAINS_IN_FLIGHT))),
             dk=swizzled(mem.ds, lay.dk),
         )

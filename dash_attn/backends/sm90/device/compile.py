@@ -3,6 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from dash_attn.pack import Doc
 from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
@@ -36,8 +37,21 @@ def stats_of(cfg: KernelConfig, planes, n_q, padded):
     )
 
 
-def parts_of(cfg: KernelConfig, planes, n_kv):
-    return rows_of(Float32, (planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats))
+def kv_sum_of(cfg: KernelConfig):
+    return rows_of(Float32, (*symbols(2), cfg.chain_entries, 2 * cfg.half_floats))
+
+
+def table(*shape):
+    return rows_of(Int32, shape, 4)
+
+
+def words():
+    return table(cute.sym_int32())
+
+
+def tiles(cfg: KernelConfig):
+    """Rows of the tiles of a pack: first row, number of rows."""
+    return (table(cute.sym_int32(), 2),) if cfg.packed else ()
 
 
 def symbols(n: int):
@@ -57,8 +71,10 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     k, v, dk, dv = [heads_tensor(cfg, batch, sk, hk) for _ in range(4)]
     stats = stats_of(cfg, planes, n_q, padded)
     facts = (Float32(1.0), Float32(1.0))
+    if cfg.cut or cfg.packed:
+        stats = (*stats, words())
     if cfg.cut:
-        stats = (*stats, parts_of(cfg, planes, cute.sym_int32()))
+        stats = (*stats, kv_sum_of(cfg))
     if cfg.debug:
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
         facts = (*facts, Int64(0))
@@ -67,14 +83,18 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
         stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
     tables = (
-        rows_of(Int32, (chains, len(Chain)), 4),
-        rows_of(Int32, (runs, 8), 4),
-        rows_of(Int32, (first,), 4),
-        rows_of(Int32, (chains,), 4),
-        rows_of(Int32, (n_q,), 4),
-        rows_of(Int32, (intervals,), 4),
-        rows_of(Int32, (intervals,), 4),
+        table(chains, len(Chain)),
+        table(runs, 8),
+        table(first),
+        table(chains),
+        table(n_q),
+        table(intervals),
+        table(intervals),
     )
+    if cfg.packed:
+        facts = (*facts, *(Int32(0) for _ in range(4)))
+        docs, bundles, contributors = symbols(3)
+        tables = (table(docs, len(Doc)), table(bundles, 2), table(chains, 3), table(runs, 8), table(contributors))
     return cute.compile(
         BackwardSm90(cfg),
         (q, do, k, v, dq, dk, dv),
@@ -93,7 +113,8 @@ def compile_prepare(cfg: KernelConfig, options: str = ""):
     lse = rows_of(Float32, (batch, hq, sq), 4)
     inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
     stats = stats_of(cfg, planes, n_q, padded)
-    return cute.compile(Prepare(cfg), inputs, stats, stream(), options=f"{OPTIONS} {options}")
+    extra = (words(), *tiles(cfg)) if cfg.cut or cfg.packed else ()
+    return cute.compile(Prepare(cfg), inputs, stats, extra, stream(), options=f"{OPTIONS} {options}")
 
 
 def compile_finish(cfg: KernelConfig, options: str = ""):
@@ -101,18 +122,17 @@ def compile_finish(cfg: KernelConfig, options: str = ""):
 
     batch, sq, hq, planes, n_q = symbols(5)
     sums = rows_of(Float32, (planes, n_q, sum(cfg.sum_parts)))
-    return cute.compile(
-        Finish(cfg), sums, heads_tensor(cfg, batch, sq, hq), Float32(1.0), stream(), options=f"{OPTIONS} {options}"
-    )
+    dq = heads_tensor(cfg, batch, sq, hq)
+    return cute.compile(Finish(cfg), sums, dq, tiles(cfg), Float32(1.0), stream(), options=f"{OPTIONS} {options}")
 
 
-def compile_add_parts(cfg: KernelConfig, options: str = ""):
-    from .add_parts import AddParts
+def compile_finish_kv(cfg: KernelConfig, options: str = ""):
+    from .finish_kv import FinishKv
 
-    batch, sk, hk, planes, n_kv = symbols(5)
+    batch, sk, hk = symbols(3)
     grads = tuple(heads_tensor(cfg, batch, sk, hk) for _ in range(2))
-    parts = parts_of(cfg, planes, n_kv)
-    return cute.compile(AddParts(cfg), parts, grads, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
+    sums, rows = kv_sum_of(cfg), tiles(cfg)
+    return cute.compile(FinishKv(cfg), sums, grads, rows, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
 
 
-COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "add_parts": compile_add_parts}
+COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "finish_kv": compile_finish_kv}

@@ -18,7 +18,20 @@ from .gemms import Gemms
 from .pointwise import ColumnPairs, exponentiate, mask_probabilities, score_gradient
 from .ptx import fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
-from .tasks import BEGINS, ENDS, FIRST, LAST, ODD, PARTIAL, entry_word, half_slot, info_word, my_chains, stage_of
+from .tasks import (
+    BEGINS,
+    ENDS,
+    FIRST,
+    LAST,
+    ODD,
+    PARTIAL,
+    entry_word,
+    half_slot,
+    info_word,
+    lengths,
+    my_chains,
+    stage_of,
+)
 
 
 @dataclass(frozen=True)
@@ -32,31 +45,50 @@ class Consumer:
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
         gemms = Gemms.bind(cta, wg, thread)
         dk, dv = gemms.grad_acc(), gemms.grad_acc()
-        task = Int32(0)
-        ends = cta.cfg.chain_entries
-        _, chains = my_chains(cta)
-        for i in cutlass.range(chains, unroll=1):
-            cta.bars.wait("k_full", 0, i & 1)
-            dk.fill(0.0)
-            dv.fill(0.0)
-            kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
-            done, arrived = Int32(0), Int32(0)
-            if info_word(cta, i & 1, Info.NUM_RUNS) == 0:
-                if const_expr(not cta.cfg.cut):
-                    cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
-                self.leave("v_empty", 0)
-                self.leave("k_empty", 0)
-                done = Int32(1)
-            while done == 0:
-                flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i * ends), arrived)
-                task, done = task + 1, flags & ENDS
-            if const_expr(cta.cfg.trace):
-                tie_clocks(cta, task + i * ends)
-            if const_expr(cta.cfg.cut):
-                self.hand_over_parts(dk, dv, task + i * ends)
-            else:
-                self.hand_over_dk(gemms, dk)
-                self.hand_over_dv(gemms, dv, task + i * ends)
+        task, i = Int32(0), Int32(0)
+        if const_expr(cta.cfg.packed):
+            cta.bars.wait("k_full", 0, 0)
+            runs = info_word(cta, 0, Info.NUM_RUNS)
+            while runs >= 0:
+                task = self.chain(gemms, (dk, dv), (task, i), runs)
+                i = i + 1
+                cta.bars.wait("k_full", 0, i & 1)
+                runs = info_word(cta, i & 1, Info.NUM_RUNS)
+            if const_expr(not cta.cfg.cut):
+                self.leave("dk_full", 0)  # the dK writer reads the end, too
+        else:
+            _, chains = my_chains(cta)
+            for i in cutlass.range(chains, unroll=1):
+                cta.bars.wait("k_full", 0, i & 1)
+                task = self.chain(gemms, (dk, dv), (task, i), info_word(cta, i & 1, Info.NUM_RUNS))
+
+    @cute.jit
+    def chain(self, gemms, grads, numbers, runs):
+        """Computes chain i, whose first task is `task`. Returns the number of the task after it."""
+        cta, ends = self.cta, self.cta.cfg.chain_entries
+        dk, dv = grads
+        task, i = numbers
+        dk.fill(0.0)
+        dv.fill(0.0)
+        kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
+        done, arrived = Int32(0), Int32(0)
+        if runs == 0:
+            if const_expr(not cta.cfg.cut):
+                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
+            self.leave("v_empty", 0)
+            self.leave("k_empty", 0)
+            done = Int32(1)
+        while done == 0:
+            flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i * ends), arrived)
+            task, done = task + 1, flags & ENDS
+        if const_expr(cta.cfg.trace):
+            tie_clocks(cta, task + i * ends)
+        if const_expr(cta.cfg.cut):
+            self.hand_over_parts(dk, dv, task + i * ends)
+        else:
+            self.hand_over_dk(gemms, dk)
+            self.hand_over_dv(gemms, dv, task + i * ends)
+        return task
 
     @cute.jit
     def task(self, gemms, held, numbers, arrived):
@@ -92,7 +124,7 @@ class Consumer:
         gemms.round_now(s, p16, cfg.p_early)
         if (flags & PARTIAL) != 0:
             tile = entry_word(cta, entry, TaskEntry.Q_TILE), info_word(cta, odd, Info.KV_TILE)
-            mask_probabilities(cta, s, tile, thread)
+            mask_probabilities(cta, s, tile, lengths(cta, odd), thread)
             gemms.round_now(s, p16, cfg.p_early)
         gemms.round_rest(s, p16, cfg.p_early)
         if const_expr(cfg.p_early):

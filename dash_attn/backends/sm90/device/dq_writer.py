@@ -18,15 +18,28 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ..config import STAMPS
+from ..config import KV_COUNTERS, STAMPS
 from ..cta import CONSUMER_WARPGROUPS, DQ_SLOTS, WRITERS
-from ..smem_plan import GradEntry, TaskEntry
+from ..smem_plan import GradEntry, Info, TaskEntry
 from .bundles import Cta, pieces_per_half
 from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
+from .rows import tile_at
 from .stamps import cycle, note
-from .tasks import END, FIRST, GRAD, LAST, PART, await_entry, entry_word, half_slot, kv_place, my_chains
+from .tasks import (
+    END,
+    FIRST,
+    GRAD,
+    LAST,
+    PART,
+    await_entry,
+    entry_word,
+    half_slot,
+    info_word,
+    kv_place,
+    my_chains,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,7 @@ class DqWriter:
             if (flags & END) == 0:
                 if (flags & GRAD) != 0:
                     if const_expr(cfg.cut):
-                        self.store_part(writer, entry, flags)
+                        self.add_part(writer, entry, flags)
                     else:
                         self.store_dv(writer, entry)
                 else:
@@ -88,7 +101,7 @@ class DqWriter:
     def contribute(self, writer, entry, flags):
         cta, cfg = self.cta, self.cta.cfg
         lane = cute.arch.lane_idx()
-        q_tile, plane = entry_word(cta, entry, TaskEntry.Q_TILE), entry_word(cta, entry, TaskEntry.PLANE)
+        q_tile, plane = self.target(entry)
         turn = entry_word(cta, entry, TaskEntry.TURN)
         counter = cta.streams.counters[plane, q_tile, writer if cfg.counters[0] == 2 else 0, None].iterator
         if const_expr(cfg.ordered):
@@ -108,7 +121,7 @@ class DqWriter:
             if self.fetches(flags):
                 self.fetch_sum(writer, entry, (q_tile, plane))
             if (flags & LAST) != 0:
-                self.store_dq(writer, entry, (q_tile, plane))
+                self.store_dq(writer, entry)
             else:
                 self.add_sum(writer, entry, (q_tile, plane), flags)
         else:
@@ -138,6 +151,11 @@ class DqWriter:
                 slot, mbar = cta.views.dq[None, half].iterator, cta.bars.at("dq_empty", half)
                 bulk_load(slot, self.sum_of(where, wg), nbytes, mbar)
 
+    def target(self, entry):
+        """The q tile among the sums, and the plane."""
+        tile = TaskEntry.SUM_TILE if const_expr(self.cta.cfg.packed) else TaskEntry.Q_TILE
+        return entry_word(self.cta, entry, tile), entry_word(self.cta, entry, TaskEntry.PLANE)
+
     def part(self, wg):
         """One warpgroup's part of a tile's sum: its first float, and its bytes."""
         parts = self.cta.cfg.sum_parts
@@ -159,7 +177,7 @@ class DqWriter:
                 if const_expr(cta.cfg.debug):
                     keep(cta, entry, self.part(wg), src)
                     # Read again: the writers have too few registers to hold the words until here.
-                    where = entry_word(cta, entry, TaskEntry.Q_TILE), entry_word(cta, entry, TaskEntry.PLANE)
+                    where = self.target(entry)
                 if (flags & FIRST) != 0:
                     bulk_store(self.sum_of(where, wg), src, nbytes)
                 else:
@@ -181,21 +199,22 @@ class DqWriter:
         cute.arch.fence_view_async_shared()
 
     @cute.jit
-    def store_dq(self, writer, entry, where):
+    def store_dq(self, writer, entry):
         cta, cfg = self.cta, self.cta.cfg
-        q_tile, plane = where
-        batch = plane // cta.facts.heads_q
-        head = plane - batch * cta.facts.heads_q
-        atom, tensor = cta.streams.dq
-        tiles = cute.local_tile(tensor, (64, 64), (None, None, None, None))
-        src, dst = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(cta.views.dq_out, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
+        if const_expr(cfg.packed):
+            words = (TaskEntry.ROW, TaskEntry.PLANE, TaskEntry.SHIFT)
+            first, head, last = [entry_word(cta, entry, word) for word in words]
+            step = 64
+        else:
+            q_tile, plane = self.target(entry)
+            last = plane // cta.facts.heads_q
+            head, step = plane - last * cta.facts.heads_q, 1
+            first = q_tile * 2 if const_expr(cfg.dq_split_rows) else q_tile
         for wg in self.halves(writer):
             half = half_slot(entry, wg)[0]
             self.await_staged(entry, wg)
-            tile = (q_tile * 2 + wg, 0) if cfg.dq_split_rows else (q_tile, wg)
-            cute.copy(atom, src[None, half * pieces_per_half(cfg, 64 * 64)], dst[None, tile[0], tile[1], head, batch])
+            place = (first + step * wg, 0, head, last) if const_expr(cfg.dq_split_rows) else (first, wg, head, last)
+            store_tile(cta, cta.streams.dq, (cta.views.dq_out, half * pieces_per_half(cfg, 64 * 64)), place)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -203,7 +222,12 @@ class DqWriter:
     @cute.jit
     def store_dv(self, writer, entry):
         cta, cfg = self.cta, self.cta.cfg
-        place = tuple(entry_word(cta, entry, w) for w in (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH))
+        if const_expr(cfg.packed):
+            words = (GradEntry.ROW, GradEntry.KV_HEAD, GradEntry.SHIFT)
+        else:
+            words = (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
+        first, head, last = [entry_word(cta, entry, word) for word in words]
+        place = first, 0, head, last
         for wg in self.halves(writer):
             half = half_slot(entry, wg)[0]
             self.await_staged(entry, wg)
@@ -217,23 +241,39 @@ class DqWriter:
         cute.arch.sync_warp()
 
     @cute.jit
-    def store_part(self, writer, entry, flags):
-        """Stores a part of a cut chain's dV or dK as fp32. Nothing waits for it inside this kernel."""
+    def add_part(self, writer, entry, flags):
+        """Adds a part of a cut chain's dV or dK to its sum, in the turn of its q head in the group."""
         cta, cfg = self.cta, self.cta.cfg
         words = (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
         kv_tile, head, batch = [entry_word(cta, entry, word) for word in words]
-        plane = batch * cta.facts.heads_q + head
+        plane = (batch * cta.facts.heads_q + head) // cta.facts.group
+        turn = head % cta.facts.group
+        sums = cta.streams.kv_sum
+        dst = sums[plane, kv_tile, flags // PART, None].iterator
+        at = (plane * sums.shape[1] + kv_tile) * cfg.chain_entries + flags // PART
+        counter = cta.streams.words.iterator + (KV_COUNTERS + at * 2 + (writer if const_expr(cfg.split) else 0))
+        if turn != 0:
+            if cute.arch.lane_idx() == 0:
+                seen = Int32(-1)
+                while seen != turn:
+                    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+                cute.arch.fence_proxy("async.global")
+            cute.arch.sync_warp()
         for wg in self.halves(writer):
-            half = half_slot(entry, wg)[0]
+            src, nbytes = cta.views.dq[None, half_slot(entry, wg)[0]].iterator, 4 * cfg.half_floats
             self.await_staged(entry, wg)
             if cute.arch.lane_idx() == 0:
-                dst = cta.streams.parts[plane, kv_tile, flags // PART, None].iterator + wg * cfg.half_floats
-                bulk_store(dst, cta.views.dq[None, half].iterator, 4 * cfg.half_floats)
+                if turn == 0:
+                    bulk_store(dst + wg * cfg.half_floats, src, nbytes)
+                else:
+                    bulk_add_f32(dst + wg * cfg.half_floats, src, nbytes)
                 cute.arch.cp_async_bulk_commit_group()
         if cute.arch.lane_idx() == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
         if const_expr(not cfg.last_finishes):
             self.free(writer, entry)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
         cute.arch.sync_warp()
 
 
@@ -244,26 +284,44 @@ class DkWriter:
     @cute.jit
     def run(self):
         cta = self.cta
-        _, chains = my_chains(cta)
-        for i in cutlass.range(chains, unroll=1):
-            cta.bars.wait("dk_full", 0, i & 1)
-            place = kv_place(cta, i & 1)
-            for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
-                store_rows(cta, cta.streams.dk, (cta.views.dk, wg), place, wg)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cta.bars.arrive("dk_empty")
+        if const_expr(cta.cfg.packed):
+            i = Int32(0)
+            cta.bars.wait("dk_full", 0, 0)
+            while info_word(cta, i & 1, Info.NUM_RUNS) >= 0:
+                self.store(i)
+                i = i + 1
+                cta.bars.wait("dk_full", 0, i & 1)
+        else:
+            _, chains = my_chains(cta)
+            for i in cutlass.range(chains, unroll=1):
+                cta.bars.wait("dk_full", 0, i & 1)
+                self.store(i)
+
+    @cute.jit
+    def store(self, i):
+        cta = self.cta
+        place = kv_place(cta, i & 1)
+        for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
+            store_rows(cta, cta.streams.dk, (cta.views.dk, wg), place, wg)
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cta.bars.arrive("dk_empty")
 
 
 def store_rows(cta: Cta, stream, staged, place, wg):
-    """Stores one warpgroup's 64 rows of a dK or dV tile. `staged` is a tensor in shared memory and a piece of it."""
+    """Stores one warpgroup's 64 rows of a dK or dV tile."""
+    first, column, head, last = place
+    first = first + 64 * wg if const_expr(cta.cfg.packed) else first * 2 + wg
+    store_tile(cta, stream, staged, (first, column, head, last))
+
+
+def store_tile(cta: Cta, stream, staged, place):
+    """Stores a piece of a tensor in shared memory. `staged` is the tensor and the number of the piece."""
     atom, tensor = stream
     smem, piece = staged
-    kv_tile, kv_head, batch = place
-    tiles = cute.local_tile(tensor, (64, cta.cfg.dim), (None, 0, None, None))
-    src, dst = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-    )
-    cute.copy(atom, src[None, piece], dst[None, kv_tile * 2 + wg, kv_head, batch])
+    src = cute.group_modes(smem[None, None, piece], 0, 2)
+    dst = tile_at(cta.cfg, tensor, smem, place)
+    src, dst = cpasync.tma_partition(atom, 0, cute.make_layout(1), src, dst)
+    cute.copy(atom, src, dst)

@@ -16,14 +16,15 @@ class Finish:
         self.cfg = cfg
 
     @cute.jit
-    def __call__(self, dq_sum: cute.Tensor, dq: cute.Tensor, scale: Float32, stream: cu.CUstream):
+    def __call__(self, dq_sum: cute.Tensor, dq: cute.Tensor, tiles: tuple, scale: Float32, stream: cu.CUstream):
+        """tiles: rows of the q tiles of a pack"""
         batch, _, heads, _ = dq.shape
-        self.kernel(dq_sum, dq, scale).launch(
+        self.kernel(dq_sum, dq, tiles, scale).launch(
             grid=[dq_sum.shape[1], heads, batch * 2], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, dq_sum: cute.Tensor, dq: cute.Tensor, scale: Float32):
+    def kernel(self, dq_sum: cute.Tensor, dq: cute.Tensor, tiles: tuple, scale: Float32):
         """One CTA works on one warpgroup's part of a tile.
 
         Sums lie in fragment order: piece j of thread t has the columns 8j + 2 (t % 4) + {0, 1} of two rows.
@@ -33,7 +34,8 @@ class Finish:
         batch, half = z // 2, z % 2
         thread = cute.arch.thread_idx()[0]
         plane = batch * dq.shape[2] + head
-        row = tile * cfg.tile_m + (thread // 32) * 16 + (thread % 32) // 4
+        first, end = rows_of(cfg, tiles, tile, cfg.tile_m, dq.shape[1])
+        row = first + (thread // 32) * 16 + (thread % 32) // 4
         first_col = (thread % 4) * 8  # of the eight that this thread stores, after the lanes have exchanged columns
         if cutlass.const_expr(cfg.dq_split_rows):
             row = row + half * 64
@@ -49,14 +51,23 @@ class Finish:
             for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
                 if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
                     cute.autovec_copy(pieces[None, j], sums[None, j])
-        store_rounded(cfg, sums, (dq, batch, head), (row, first_col), scale)
+        store_rounded(cfg, sums, (dq, batch, head), (row, end, first_col), scale)
+
+
+def rows_of(cfg, tiles, tile, height: int, length):
+    """The first row of a tile, and one past the last row of its sequence or, in a pack, of the tile."""
+    if cutlass.const_expr(cfg.packed):
+        (table,) = tiles
+        return table[tile, 0], table[tile, 0] + table[tile, 1]
+    return tile * height, length
 
 
 @cute.jit
 def store_rounded(cfg, sums, where, at, scale):
-    """Scales a thread's sums, rounds them and stores them to a head of a tensor, from row and column `at` on."""
+    """Scales a thread's sums, rounds them and stores them to a head of a tensor. `at` is the thread's first row, the
+    row before which it ends, and its first column."""
     tensor, batch, head = where
-    row, first_col = at
+    row, end, first_col = at
     lane = cute.arch.lane_idx() % 4
     half16 = cute.make_rmem_tensor_like(sums, element(cfg))
     half16.store((sums.load() * scale).to(element(cfg)))
@@ -65,7 +76,7 @@ def store_rounded(cfg, sums, where, at, scale):
         for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
             eight = quad_transpose([words[h, j + k] for k in range(4)], lane)
             col = first_col + 8 * j
-            if row + 8 * h < tensor.shape[1] and col < cfg.columns:
+            if row + 8 * h < end and col < cfg.columns:
                 line = tensor[batch, row + 8 * h, head, None]
                 place = (line.iterator + cute.assume(col, divby=8)).align(16)
                 cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))

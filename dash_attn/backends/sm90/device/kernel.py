@@ -8,10 +8,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import KernelConfig
 from ..cta import CONSUMER_REGS, THREADS, TILE_N, WORKER_REGS, WRITERS
-from .bundles import Barriers, Cta, Debug, Facts, Layouts, Streams, Tables, Views, smem_struct
+from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, Tables, Views, smem_struct
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
 from .producer import Producer
+from .rows import described
 from .stamps import introduce
 
 
@@ -21,18 +22,26 @@ class BackwardSm90:
 
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
-        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim)
-        stats: lse, delta, dq_sum, counters; then the parts of cut chains; then contributions in a debug build, or
-        events in a tracing build
-        tables: those of Tables, then row_lo and row_hi
-        facts: scale, scale_log2; then the address of the reports in a debug build
+        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim), of a pack with batch 1
+        stats: lse, delta, dq_sum, counters; then `words` and kv_sum of cut chains, `words` of a pack; then
+        contributions in a debug build, or events in a tracing build
+        tables: those of Tables, then row_lo and row_hi; of a pack those of PackTables
+        facts: scale, scale_log2; of a pack then workers, tickets and the sides of the window; in a debug build the
+        address of the reports
         """
         cfg = self.cfg
-        q, do, k, v, dq, dk, dv = [rows_first(t) for t in tensors]
+        q, do, k, v, dq, dk, dv = [described(cfg, t) for t in tensors]
         lse, delta, dq_sum, counters, *extra = stats
-        parts, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)
-        *program, row_lo, row_hi = tables
-        scale, scale_log2, *reports = facts
+        words, extra = (extra[0], extra[1:]) if cfg.cut or cfg.packed else ((), extra)
+        kv_sum, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)
+        scale, scale_log2, *others = facts
+        if const_expr(cfg.packed):
+            workers, tickets, left, right = others
+            tables, row_lo, row_hi, reports = PackTables(*tables), (), (), ()
+        else:
+            *program, row_lo, row_hi = tables
+            tables, tickets, left, right, reports = Tables(*program), (), (), (), others
+            workers = tables.worker_first.shape[0] - 1
         lay = Layouts.of(cfg)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
@@ -52,23 +61,22 @@ class BackwardSm90:
             delta=delta,
             dq_sum=dq_sum,
             counters=counters,
-            parts=parts,
+            words=words,
+            kv_sum=kv_sum,
             row_lo=row_lo,
             row_hi=row_hi,
             debug=Debug(*extra, *reports) if cfg.debug else (),
             events=extra[0] if cfg.trace else (),
         )
         group = q.shape[2] // k.shape[2]
-        facts = Facts(scale, scale_log2, q.shape[0], k.shape[0], group, q.shape[2])
-        tables = Tables(*program)
-        workers = tables.worker_first.shape[0] - 1
+        facts = Facts(scale, scale_log2, q.shape[0], k.shape[0], group, q.shape[2], tickets, left, right)
         # A cooperative launch fails unless all workers are resident at once, so no turn waits for an absent worker.
         self.kernel(streams, tables, facts).launch(
             grid=[workers, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, cooperative=True
         )
 
     @cute.kernel
-    def kernel(self, streams: Streams, tables: Tables, facts: Facts):
+    def kernel(self, streams: Streams, tables: Tables | PackTables, facts: Facts):
         cfg = self.cfg
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mem = cutlass.memory.SmemAllocator().allocate(smem_struct(cfg))
@@ -97,8 +105,3 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGS)
             Consumer(cta).run()
-
-
-def rows_first(t):
-    """A view (seqlen, dim, heads, batch) of a tensor (batch, seqlen, heads, dim): the tiled modes come first."""
-    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))

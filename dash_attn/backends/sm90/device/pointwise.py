@@ -67,19 +67,30 @@ def score_gradient(dp, p, delta: ColumnPairs):
 
 
 @cute.jit
-def mask_probabilities(cta, p, tile, thread):
-    """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile).
+def mask_probabilities(cta, p, tile, lengths, thread):
+    """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile), `lengths` are those of the sequence.
 
     P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number.
     """
     cfg, facts = cta.cfg, cta.facts
+    len_q, len_k = lengths
     lane = cute.arch.lane_idx()
     first_key = tile[1] * TILE_N + (thread // WARP) * 16 + lane // 4
     first_q = tile[0] * cfg.tile_m + (lane % 4) * 2
-    if const_expr(cfg.mask == "interval"):
+    if const_expr(cfg.mask == "interval" and cfg.packed):
+        for h in cutlass.range_constexpr(2):
+            key = first_key + 8 * h
+            place = key - (len_k - len_q) - first_q  # the query at the key's position, counted from first_q
+            low = place - facts.right
+            high = place + facts.left if key < len_k else Int32(-1)  # queries low .. high see the key
+            for j in cutlass.range_constexpr(cfg.tile_m // 8):
+                for c in cutlass.range_constexpr(2):
+                    i = c + 2 * h + 4 * j
+                    p[i] = p[i] if (8 * j + c >= low and 8 * j + c <= high) else Float32(0.0)
+    elif const_expr(cfg.mask == "interval"):
         for j in cutlass.range_constexpr(cfg.tile_m // 8):
             for c in cutlass.range_constexpr(2):
-                row = cutlass.min(first_q + 8 * j + c, facts.seqlen_q - 1)  # beyond the sequence P is 0 already
+                row = cutlass.min(first_q + 8 * j + c, len_q - 1)  # beyond the sequence P is 0 already
                 lo, hi = cta.streams.row_lo[row], cta.streams.row_hi[row]
                 for h in cutlass.range_constexpr(2):
                     key = first_key + 8 * h
@@ -90,8 +101,8 @@ def mask_probabilities(cta, p, tile, thread):
             key = first_key + 8 * h
             first_seen = Int32(0)  # queries before this one do not see the key
             if const_expr(cfg.mask == "causal"):
-                first_seen = key - (facts.seqlen_k - facts.seqlen_q) - first_q
-            first_seen = first_seen if key < facts.seqlen_k else Int32(cfg.tile_m)
+                first_seen = key - (len_k - len_q) - first_q
+            first_seen = first_seen if key < len_k else Int32(cfg.tile_m)
             for j in cutlass.range_constexpr(cfg.tile_m // 8):
                 for c in cutlass.range_constexpr(2):
                     i = c + 2 * h + 4 * j

@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..config import KernelConfig
+from .finish import rows_of
 
 LOG2_E = 1.4426950408889634
 THREADS = 256
@@ -20,34 +21,38 @@ class Prepare:
         self.cfg = cfg
 
     @cute.jit
-    def __call__(self, inputs: tuple, stats: tuple, stream: cu.CUstream):
+    def __call__(self, inputs: tuple, stats: tuple, extra: tuple, stream: cu.CUstream):
         """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen)
         stats: those of launch.Workspace; dq_sum is left alone
+        extra: `words` of a pack or of cut chains, which are set to zero; then rows of the q tiles of a pack
         """
         batch, _, heads, _ = inputs[0].shape
         lse2, delta, _, counters = stats
         n_q = counters.shape[1]
-        self.kernel(inputs, (lse2, delta, counters)).launch(
+        self.kernel(inputs, (lse2, delta, counters), extra).launch(
             grid=[heads * n_q, batch, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, inputs: tuple, outputs: tuple):
+    def kernel(self, inputs: tuple, outputs: tuple, extra: tuple):
         cfg = self.cfg
         dout, out, lse = inputs
         lse2, delta, counters = outputs
         at, batch, _ = cute.arch.block_idx()
         tile, head = at // dout.shape[2], at % dout.shape[2]
         thread = cute.arch.thread_idx()[0]
-        seqlen, plane = dout.shape[1], batch * dout.shape[2] + head
+        plane = batch * dout.shape[2] + head
+        if cutlass.const_expr(cfg.cut or cfg.packed):
+            clear(extra[0], thread)
+        first, end = rows_of(cfg, extra[1:], tile, cfg.tile_m, dout.shape[1])
         if thread < counters.shape[2]:
             counters[plane, tile, thread, 0] = Int32(0)
         lanes, pieces = cfg.dim // 8, cfg.columns // 8  # a lane reads 16 bytes of a row; the sum needs 2^n lanes
-        piece, first_row = thread % lanes, tile * cfg.tile_m + thread // lanes
+        piece, mine = thread % lanes, thread // lanes
         passes, step = cfg.tile_m * lanes // THREADS, THREADS // lanes
         # All loads are issued before the first use. Rows past the end read the last row, and their values are dropped.
-        rows = [first_row + i * step for i in range(passes)]
-        clipped = [cutlass.min(row, seqlen - 1) for row in rows]
+        rows = [first + mine + i * step for i in range(passes)]
+        clipped = [cutlass.min(row, end - 1) for row in rows]
         piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
         logs = [lse[batch, head, row] * LOG2_E for row in clipped]
         pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, out)] for row in clipped]
@@ -60,14 +65,24 @@ class Prepare:
             if piece == 0:
                 # A row that sees no key has LSE = -inf, which would make its P infinite. Its P is masked later.
                 value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
-                lse2[plane, row] = value if row < seqlen else Float32.inf
-                delta[plane, row] = total if row < seqlen else Float32(0.0)
+                at = tile * cfg.tile_m + mine + i * step
+                lse2[plane, at] = value if row < end else Float32.inf
+                delta[plane, at] = total if row < end else Float32(0.0)
 
     def load(self, line, piece):
         src = cute.make_tensor((line.iterator + cute.assume(piece * 8, divby=8)).align(16), cute.make_layout(8))
         out = cute.make_rmem_tensor(8, line.element_type)
         cute.autovec_copy(src, out)
         return out
+
+
+@cute.jit
+def clear(words, thread):
+    """Sets `words` to zero, each thread of the grid a few of them."""
+    x, y, _ = cute.arch.block_idx()
+    width, height, _ = cute.arch.grid_dim()
+    for at in cutlass.range((y * width + x) * THREADS + thread, words.shape[0], width * height * THREADS, unroll=1):
+        words[at] = Int32(0)
 
 
 def dot(a, b):

@@ -1,18 +1,21 @@
 """The producer warp: reads the Program, starts every load, and tells the other roles what each stage holds."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from dash_attn.pack import Doc
 from dash_attn.program import Chain, Run
 
-from ..cta import TILE_N, WRITERS
+from ..cta import TILE_N, WARP, WRITERS
 from ..smem_plan import Info
 from .bundles import Cta
 from .ptx import bulk_load
+from .rows import FAR, tile_at
 from .stamps import stamp
 from .tasks import (
     BEGINS,
@@ -25,12 +28,21 @@ from .tasks import (
     PART,
     PARTIAL,
     chain_word,
-    kv_place,
+    doc_word,
+    info_word,
     my_chains,
     publish,
     run_word,
     stage_of,
 )
+
+
+class ChainPlace(NamedTuple):
+    """A chain as the producer names it: its row in the table, its panel, and its batch entry or sequence of a pack."""
+
+    chain: Any
+    panel: Any
+    owner: Any
 
 
 @dataclass(frozen=True)
@@ -39,51 +51,123 @@ class Producer:
 
     @cute.jit
     def run(self):
-        """Every run has at least one task, so a chain without runs is a chain without tasks."""
-        cta, tables = self.cta, self.cta.tables
-        lane = cute.arch.lane_idx()
-        first, chains = my_chains(cta)
-        task = Int32(0)
-        ends = cta.cfg.chain_entries
-        for i in cutlass.range(chains, unroll=1):
-            chain = tables.worker_chains[first + i]
-            run, runs = chain_word(cta, chain, Chain.FIRST_RUN), chain_word(cta, chain, Chain.NUM_RUNS)
-            if runs == 0:
-                self.load_kv(i, chain, runs)
-            begins = Int32(BEGINS)
-            while runs > 0:
-                batch = chain_word(cta, chain, Chain.BATCH)
-                heads = 1 if cta.cfg.cut else cta.facts.group  # of a chain
-                head = chain_word(cta, chain, Chain.KV_HEAD) * heads + run_word(cta, run, Run.HEAD)
-                q_tile, q_step = run_word(cta, run, Run.FIRST_Q), run_word(cta, run, Run.STEP)
-                left = run_word(cta, run, Run.COUNT)
-                turn, turn_step = run_word(cta, run, Run.TURN), run_word(cta, run, Run.TURN_STEP)
-                run_flags = run_word(cta, run, Run.PARTIAL) + begins + (i & 1) * ODD
-                begins = Int32(0)
-                while left > 0:
-                    flags = run_flags + self.turn_flags(q_tile, turn)
-                    flags = flags + ENDS if (runs == 1 and left == 1) else flags
-                    self.load_task(task, task + i * ends, (flags, q_tile, turn), (head, batch))
-                    # The first Q and dO of a chain are loaded while the chain before still uses its K and V.
-                    if (run_flags & BEGINS) != 0:
-                        self.load_kv(i, chain, runs)
-                    run_flags = run_flags & (PARTIAL + ODD)
-                    q_tile, turn, task, left = q_tile + q_step, turn + turn_step, task + 1, left - 1
-                run, runs = run + 1, runs - 1
-            if lane == 0:
-                for part in cutlass.range_constexpr(ends):
-                    publish(cta, task + i * ends + part, (GRAD + PART * part, *kv_place(cta, i & 1)))
-        if lane == 0:
-            for w in cutlass.range_constexpr(WRITERS):
-                publish(cta, task + chains * ends + w, (END, 0, 0, 0))
+        cta = self.cta
+        if const_expr(cta.cfg.packed):
+            self.take_tickets()
+        else:
+            first, chains = my_chains(cta)
+            task = Int32(0)
+            for i in cutlass.range(chains, unroll=1):
+                chain = cta.tables.worker_chains[first + i]
+                panel, batch = chain_word(cta, chain, Chain.KV_HEAD), chain_word(cta, chain, Chain.BATCH)
+                task = self.walk(i, task, ChainPlace(chain, panel, batch))
+            self.close(task + chains * cta.cfg.chain_entries)
 
     @cute.jit
-    def turn_flags(self, q_tile, turn):
+    def take_tickets(self):
+        """Runs the bundle of a ticket, then takes the next ticket, until there is none.
+
+        Tickets are given out in launch order. So a chain waits only for chains that run or have run, as long as the
+        workers hold a whole window of chains, which the host has checked.
+        """
+        cta, tables, info = self.cta, self.cta.tables, self.cta.views.info
+        ticket, i, task = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0)
+        while ticket < cta.facts.tickets:
+            doc = self.find(ticket)
+            ticket = ticket - doc_word(cta, doc, Doc.TICKET)
+            panel = ticket // doc_word(cta, doc, Doc.BUNDLES)
+            bundle = doc_word(cta, doc, Doc.BUNDLE) + ticket - panel * doc_word(cta, doc, Doc.BUNDLES)
+            chain, end = tables.bundles[bundle, 0], tables.bundles[bundle, 0] + tables.bundles[bundle, 1]
+            while chain < end:
+                task = self.walk(i, task, ChainPlace(chain, panel, doc))
+                i, chain = i + 1, chain + 1
+            ticket = self.next_ticket()
+        cta.bars.wait("k_empty", 0, (i & 1) ^ 1)
+        if cute.arch.lane_idx() == 0:
+            info[int(Info.NUM_RUNS), i & 1] = Int32(-1)
+            cta.bars.arrive("k_full")
+        self.close(task + i * cta.cfg.chain_entries)
+
+    @cute.jit
+    def next_ticket(self):
+        taken = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            taken = cute.arch.atomic_add(self.cta.streams.words.iterator, Int32(1))
+        return cute.arch.shuffle_sync(taken, 0) + cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def find(self, ticket):
+        """The sequence that has a ticket. Each step cuts the candidates into as many parts as the warp has lanes."""
+        cta = self.cta
+        low, count = Int32(0), Int32(cta.tables.docs.shape[0])
+        while count > 1:
+            part = (count + (WARP - 1)) // WARP
+            at = low + cute.arch.lane_idx() * part
+            begins = doc_word(cta, cutlass.min(at, cta.tables.docs.shape[0] - 1), Doc.TICKET)
+            reached = cute.arch.popc(cute.arch.vote_ballot_sync(at < low + count and begins <= ticket))
+            low = low + (reached - 1) * part
+            count = cutlass.min(part, cta.tables.docs.shape[0] - low) if part > 1 else Int32(1)
+        return low
+
+    @cute.jit
+    def walk(self, i, task, place: ChainPlace):
+        """Starts the loads of chain i of this worker. Returns the number of the task after it.
+
+        Every run has at least one task, so a chain without runs is a chain without tasks.
+        """
+        cta, ends = self.cta, self.cta.cfg.chain_entries
+        chain = place.chain
+        run, runs = chain_word(cta, chain, Chain.FIRST_RUN), chain_word(cta, chain, Chain.NUM_RUNS)
+        if runs == 0:
+            self.load_kv(i, place, runs)
+        begins = Int32(BEGINS)
+        while runs > 0:
+            heads = 1 if cta.cfg.cut else cta.facts.group  # of a chain
+            head = place.panel * heads + run_word(cta, run, Run.HEAD)
+            q_tile, q_step = run_word(cta, run, Run.FIRST_Q), run_word(cta, run, Run.STEP)
+            left = run_word(cta, run, Run.COUNT)
+            turn, turn_step = run_word(cta, run, Run.TURN), run_word(cta, run, Run.TURN_STEP)
+            run_flags = run_word(cta, run, Run.PARTIAL) + begins + (i & 1) * ODD
+            begins = Int32(0)
+            while left > 0:
+                flags = run_flags + self.turn_flags(place.owner, q_tile, turn)
+                flags = flags + ENDS if (runs == 1 and left == 1) else flags
+                self.load_task(task, task + i * ends, (flags, q_tile, turn), (head, place.owner))
+                # The first Q and dO of a chain are loaded while the chain before still uses its K and V.
+                if (run_flags & BEGINS) != 0:
+                    self.load_kv(i, place, runs)
+                run_flags = run_flags & (PARTIAL + ODD)
+                q_tile, turn, task, left = q_tile + q_step, turn + turn_step, task + 1, left - 1
+            run, runs = run + 1, runs - 1
+        if cute.arch.lane_idx() == 0:
+            for part in cutlass.range_constexpr(ends):
+                publish(cta, task + i * ends + part, (GRAD + PART * part, *self.grad_words(i & 1, place)))
+        return task
+
+    def grad_words(self, parity, place: ChainPlace):
+        """The words of GradEntry after the flags."""
+        cta = self.cta
+        kv_tile, head = info_word(cta, parity, Info.KV_TILE), info_word(cta, parity, Info.KV_HEAD)
+        if const_expr(not cta.cfg.packed):
+            return kv_tile, head, info_word(cta, parity, Info.BATCH)
+        if const_expr(cta.cfg.cut):
+            return doc_word(cta, place.owner, Doc.KV_TILE) + kv_tile, place.panel, 0
+        return kv_tile, head, 0, 0, info_word(cta, parity, Info.ROW), info_word(cta, parity, Info.SHIFT)
+
+    @cute.jit
+    def close(self, entry):
+        if cute.arch.lane_idx() == 0:
+            for w in cutlass.range_constexpr(WRITERS):
+                publish(self.cta, entry + w, (END, 0, 0, 0))
+
+    @cute.jit
+    def turn_flags(self, owner, q_tile, turn):
         cta, flags = self.cta, Int32(0)
         if const_expr(cta.cfg.ordered):
             flags = Int32(FIRST) if turn == 0 else flags
             if const_expr(cta.cfg.last_finishes):
-                flags = flags + LAST if turn == cta.tables.contributors[q_tile] - 1 else flags
+                first = doc_word(cta, owner, Doc.CONTRIBUTORS) if const_expr(cta.cfg.packed) else 0
+                flags = flags + LAST if turn == cta.tables.contributors[first + q_tile] - 1 else flags
         return flags
 
     @cute.jit
@@ -93,87 +177,91 @@ class Producer:
         stage, phase = stage_of(task)
         free = phase ^ 1
         flags, q_tile, turn = words
-        head, batch = place
-        plane = batch * cta.facts.heads_q + head
+        head, owner = place
         lane = cute.arch.lane_idx()
         tile_bytes, row_bytes = cfg.tile_m * cfg.dim * 2, cfg.tile_m * 4
+        if const_expr(cfg.packed):
+            plane, sum_tile = head, q_tile + doc_word(cta, owner, Doc.Q_TILE)
+            rows = doc_word(cta, owner, Doc.Q_ROWS)
+            first, last = FAR - rows + q_tile * cfg.tile_m, doc_word(cta, owner, Doc.Q_ROW) + rows
+            entry_words = (flags, q_tile, plane, turn, sum_tile, first, last)
+        else:
+            plane, sum_tile, first, last = owner * cta.facts.heads_q + head, q_tile, q_tile, owner
+            entry_words = (flags, q_tile, plane, turn)
         cta.bars.wait("q_empty", stage, free)
         if lane == 0:
             # Consumers read the entry after q_full, so it is written before the arrival there.
-            publish(cta, entry, (flags, q_tile, plane, turn))
+            publish(cta, entry, entry_words)
             if const_expr(cfg.trace):
                 stamp(cta, entry, "loaded")
             cta.bars.expect("q_full", stage, tile_bytes + row_bytes)
             bulk_load(
                 cta.views.lse[None, stage].iterator,
-                streams.lse[plane, None].iterator + q_tile * cfg.tile_m,
+                streams.lse[plane, None].iterator + sum_tile * cfg.tile_m,
                 row_bytes,
                 cta.bars.at("q_full", stage),
             )
-        self.load_tile(streams.q, cta.views.q, (q_tile, head, batch, stage), cta.bars.at("q_full", stage))
+        place = (first, 0, head, last)
+        self.load_tile(streams.q, cta.views.q[None, None, stage], place, cta.bars.at("q_full", stage))
         cta.bars.wait("do_empty", stage, free)
         if lane == 0:
             cta.bars.expect("do_full", stage, tile_bytes + row_bytes)
             bulk_load(
                 cta.views.delta[None, stage].iterator,
-                streams.delta[plane, None].iterator + q_tile * cfg.tile_m,
+                streams.delta[plane, None].iterator + sum_tile * cfg.tile_m,
                 row_bytes,
                 cta.bars.at("do_full", stage),
             )
-        self.load_tile(streams.do, cta.views.do, (q_tile, head, batch, stage), cta.bars.at("do_full", stage))
+        self.load_tile(streams.do, cta.views.do[None, None, stage], place, cta.bars.at("do_full", stage))
 
-    def load_tile(self, stream, smem, where, mbar):
-        """Starts the load of one tile of Q or dO."""
+    def load_tile(self, stream, smem, place, mbar):
+        """Starts the load of one tile of Q, dO, K or V."""
         atom, tensor = stream
-        tile, head, batch, stage = where
-        cfg = self.cta.cfg
-        tiles = cute.local_tile(tensor, (cfg.tile_m, cfg.dim), (None, 0, None, None))
-        dst, src = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        cute.copy(atom, src[None, tile, head, batch], dst[None, stage], tma_bar_ptr=mbar)
+        src = tile_at(self.cta.cfg, tensor, smem, place)
+        dst, src = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), src)
+        cute.copy(atom, src, dst, tma_bar_ptr=mbar)
 
     @cute.jit
-    def load_kv(self, i, chain, runs):
+    def load_kv(self, i, place: ChainPlace, runs):
         """Loads V and K of a chain, and describes the chain in `info`. Without tasks nothing is loaded.
 
         V comes first, because the consumers leave the V of the chain before earlier than its K.
         """
-        cta, streams, info = self.cta, self.cta.streams, self.cta.views.info
-        place = tuple(chain_word(cta, chain, column) for column in (Chain.KV_TILE, Chain.KV_HEAD, Chain.BATCH))
+        cta, cfg, streams, info = self.cta, self.cta.cfg, self.cta.streams, self.cta.views.info
+        kv_tile = chain_word(cta, place.chain, Chain.KV_TILE)
+        first, last = kv_tile, place.owner
+        if const_expr(cfg.packed):
+            rows = doc_word(cta, place.owner, Doc.K_ROWS)
+            first, last = FAR - rows + kv_tile * TILE_N, doc_word(cta, place.owner, Doc.K_ROW) + rows
         # A cut chain is named after its q head.
-        loaded = (place[0], place[1] // cta.facts.group, place[2]) if cta.cfg.cut else place
+        loaded = (first, 0, place.panel // cta.facts.group if const_expr(cfg.cut) else place.panel, last)
         free = (i & 1) ^ 1
         lane = cute.arch.lane_idx()
-        nbytes = TILE_N * cta.cfg.dim * 2
+        nbytes = TILE_N * cfg.dim * 2
         cta.bars.wait("v_empty", 0, free)
         if runs > 0:
             if lane == 0:
                 cta.bars.expect("v_full", 0, nbytes)
-            self.load_stationary(streams.v, cta.views.v, loaded, cta.bars.at("v_full"))
+            self.load_tile(streams.v, cta.views.v, loaded, cta.bars.at("v_full"))
         else:
             if lane == 0:
                 cta.bars.arrive("v_full")
         cta.bars.wait("k_empty", 0, free)
         if lane == 0:
             info[int(Info.NUM_RUNS), i & 1] = runs
-            info[int(Info.KV_TILE), i & 1] = place[0]
-            info[int(Info.KV_HEAD), i & 1] = place[1]
-            info[int(Info.BATCH), i & 1] = place[2]
+            info[int(Info.KV_TILE), i & 1] = kv_tile
+            info[int(Info.KV_HEAD), i & 1] = place.panel
+            if const_expr(cfg.packed):
+                info[int(Info.LEN_Q), i & 1] = doc_word(cta, place.owner, Doc.Q_ROWS)
+                info[int(Info.LEN_K), i & 1] = rows
+                info[int(Info.ROW), i & 1] = first
+                info[int(Info.SHIFT), i & 1] = last
+            else:
+                info[int(Info.BATCH), i & 1] = place.owner
         if runs > 0:
             if lane == 0:
                 cta.bars.expect("k_full", 0, nbytes)
-            self.load_stationary(streams.k, cta.views.k, loaded, cta.bars.at("k_full"))
+            self.load_tile(streams.k, cta.views.k, loaded, cta.bars.at("k_full"))
         else:
             if lane == 0:
                 cta.bars.arrive("k_full")
-
-    def load_stationary(self, stream, smem, place, mbar):
-        """Starts the load of one tile of K or V."""
-        atom, tensor = stream
-        kv_tile, kv_head, batch = place
-        tiles = cute.local_tile(tensor, (TILE_N, self.cta.cfg.dim), (None, 0, None, None))
-        dst, src = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        cute.copy(atom, src[None, kv_tile, kv_head, batch], dst[None], tma_bar_ptr=mbar)

@@ -3,9 +3,9 @@
 Only the producer reads the Program. It writes an entry of the task ring for every task and for every end of a chain,
 and the other roles read the entries:
 
-    task   flags = PARTIAL | FIRST | LAST | BEGINS | ENDS | ODD, then q tile, plane, turn
-    grad   flags = GRAD, then kv tile, kv head, batch: the end of a chain. A cut chain has several, and the flags also
-           hold the number of the part, PART * 0, PART * 1, ...: dV, then dK, 64 columns each
+    task   flags = PARTIAL | FIRST | LAST | BEGINS | ENDS | ODD, then the words of smem_plan.TaskEntry
+    grad   flags = GRAD, then the words of smem_plan.GradEntry: the end of a chain. A cut chain has several, and the
+           flags also hold the number of the part, PART * 0, PART * 1, ...: dV, then dK, 64 columns each
     end    flags = END: no entry follows, one for each dQ writer
 
 A worker counts its tasks, its chains and its entries from 0. Task t of chain c is entry t + c * cfg.chain_entries,
@@ -13,8 +13,9 @@ because every chain before has entries for its end beside those of its tasks.
 """
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
+from dash_attn.pack import Doc
 from dash_attn.program import Chain, Run
 
 from ..cta import RING
@@ -46,7 +47,8 @@ def my_chains(cta: Cta):
 
 
 def chain_word(cta: Cta, chain, column: Chain):
-    return cta.tables.chains[chain, int(column)]
+    """A pack's table has only the columns from the kv tile on: chains of all sequences and heads share its rows."""
+    return cta.tables.chains[chain, int(column) - (int(Chain.KV_TILE) if const_expr(cta.cfg.packed) else 0)]
 
 
 def run_word(cta: Cta, run, column: Run):
@@ -61,9 +63,26 @@ def entry_word(cta: Cta, entry, word: TaskEntry | GradEntry):
     return cta.views.ring[int(word), ring_slot(entry)]
 
 
+def doc_word(cta: Cta, doc, column: Doc):
+    return cta.tables.docs[doc, int(column)]
+
+
 def kv_place(cta: Cta, parity):
-    """(kv tile, kv head, batch) of the chain with this parity."""
-    return tuple(info_word(cta, parity, word) for word in (Info.KV_TILE, Info.KV_HEAD, Info.BATCH))
+    """Where the K and V of the chain with this parity lie: (kv tile, column tile 0, kv head, batch), in a pack (row,
+    0, kv head, shift)."""
+    if const_expr(cta.cfg.packed):
+        words = (Info.ROW, Info.KV_HEAD, Info.SHIFT)
+    else:
+        words = (Info.KV_TILE, Info.KV_HEAD, Info.BATCH)
+    first, head, last = (info_word(cta, parity, word) for word in words)
+    return first, 0, head, last
+
+
+def lengths(cta: Cta, parity):
+    """Queries and keys of the sequence of the chain with this parity."""
+    if const_expr(cta.cfg.packed):
+        return info_word(cta, parity, Info.LEN_Q), info_word(cta, parity, Info.LEN_K)
+    return cta.facts.seqlen_q, cta.facts.seqlen_k
 
 
 def stage_of(task):
@@ -87,8 +106,8 @@ def ring_phase(entry):
 def publish(cta: Cta, entry, words):
     """One thread writes an entry and announces it to the dQ writers."""
     slot = ring_slot(entry)
-    for i in range(4):
-        cta.views.ring[i, slot] = Int32(words[i])
+    for i, word in enumerate(words):
+        cta.views.ring[i, slot] = Int32(word)
     cta.bars.arrive("task_full", slot)
 
 

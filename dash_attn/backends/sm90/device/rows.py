@@ -1,0 +1,39 @@
+"""Tiles of rows in global memory, as TMA addresses them.
+
+In a batch a tile is named by its number, its head and its batch entry. In a pack a tile begins at any row, and must not
+reach into the next sequence. So a pack's tensors are described as if they had FAR rows, with the base moved back by FAR
+rows and one more dimension, `shift`, with the stride of the rows. Row r of a sequence of n rows that begins at row
+`first` has the coordinates
+
+    row = FAR - n + r,  shift = first + n
+
+Rows from n on lie outside of the FAR rows: TMA loads zeros for them and does not store them.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int64, const_expr
+
+from ..config import KernelConfig
+
+FAR = 1 << 30
+
+
+def described(cfg: KernelConfig, t):
+    """A view of a tensor (batch, rows, heads, dim) with the tiled modes first: (rows, dim, heads, batch or shift)."""
+    if const_expr(not cfg.packed):
+        return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+    row = Int64(t.stride[1])
+    base = (t.iterator - row * FAR).align(16)
+    return cute.make_tensor(
+        base, cute.make_layout((FAR, t.shape[3], t.shape[2], FAR), stride=(row, 1, Int64(t.stride[2]), row))
+    )
+
+
+def tile_at(cfg: KernelConfig, tensor, smem, place):
+    """The tile of a described tensor that a tensor in shared memory holds. `place` is (tile, column tile, head, batch), in a pack (row, column tile, head,
+    shift)."""
+    first, column, head, last = place
+    shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
+    if const_expr(cfg.packed):
+        tensor, first = cute.domain_offset((first, 0, 0, 0), tensor), 0
+    return cute.group_modes(cute.local_tile(tensor, shape, (first, column, head, last)), 0, 2)
