@@ -99,10 +99,10 @@ def _blocks(order: Order) -> tuple[list[Ints], PlaceRule]:
 
 
 def _staggered(order: Order, blocks: list[Ints]) -> Iterator[Ints]:
-    """A round of each block comes after the round before it of the next block: one chain of each head of the block, then
-    the next chain of each.
+    """One chain of each head of a block, then the next chain of each. The second round of a block follows the first
+    round of the next block.
 
-    Chains of a later round wait for the last chains of the round before. In the meantime other heads have work.
+    The chains of a round wait for the last chains of the round before. In the meantime the next heads have work.
     """
     rounds = [np.array([chain for (chain,) in bundles], np.int64) for bundles in order.rounds[0]]
     for at in range(len(blocks) + len(rounds) - 1):

@@ -216,7 +216,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "hill": Policy(
         _hill,
-        "long chains, shortest of them first, up from the diagonal, then down the q tiles they share; then short chains, "
+        "the long half, shortest first, up from the diagonal, then down the q tiles it shares; then the short half, "
         "longest first, coming down",
         applies=_is_causal,
         needs=TRIANGLE,
