@@ -46,7 +46,7 @@ ABOUT = {
         "spt-and-diagonal",
     ),
     "hill": About(
-        "Long chains first, then short ones: lengths go up and down again, so all workers end together, and no two chains "
+        "Long chains, then short ones: lengths go up and down again, so all workers end together and no two chains "
         "meet.",
         "hill",
     ),
