@@ -48,7 +48,7 @@ RULES: dict[str, LaunchRule] = {
 def enqueue(order: Order) -> Queue:
     """The queue of an order, by the rule of its policy. A policy without an entry in RULES gets the plain rule."""
     rule = RULES.get(order.choice.policy, LaunchRule())
-    if rule.in_turn and order.tiling.problem.mask.left is None:  # chains of a window are equally long: nothing to balance
+    if rule.in_turn and order.tiling.problem.mask.left is None:  # chains of a sliding window are equally long as it is
         blocks, place = _blocks(order)
         chains = np.concatenate([np.zeros(0, np.int64), *_staggered(order, blocks)])
         return Queue(chains, np.arange(len(chains) + 1), place)

@@ -16,8 +16,6 @@ from dash_attn.tiling import Span, Tiling
 # GPU at hand. What may follow it is in dash_attn/launch.
 DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
 AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
-NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
-FAR = 256  # queries between neighbours of a rotation, at most
 LONG = 128  # chains of a part of `fold`; from two parts on `auto` keeps the q heads of a group together
 
 Built = tuple[Template, Rounds]
@@ -259,14 +257,11 @@ def cuts(tiling: Tiling) -> bool:
 
 
 def auto_width(tiling: Tiling) -> int:
-    """How many chains go round the q tiles together, at least two tiles between neighbours.
+    """How many chains go round the q tiles together: as many as have two tiles between neighbours.
 
-    One tile between neighbours leaves little time to hand a turn on. The width is NARROW_WIDTH at most, because workers
-    wait until a whole window of them is free. It is more where neighbours would be FAR apart.
+    One tile between neighbours leaves little time to hand a turn on.
     """
-    circle = tiling.num_q
-    near = circle // max(1, FAR // tiling.shape.m)
-    return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, circle // 2)))
+    return min(AUTO_WIDTH, max(1, tiling.num_q // 2))
 
 
 def parse(text: str) -> Choice:
