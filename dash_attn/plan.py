@@ -34,7 +34,10 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
-    """Order a problem by a policy ('name', 'name:width' or 'auto', each with '@head' or not) and verify the result."""
+    """Order a problem by a policy and verify the result.
+
+    The policy is 'name', 'name:width' or 'auto', each with '@head' or not, or 'auto@group'.
+    """
     return Plan(problem, verify(compose(tile(problem, shape), policy)))
 
 

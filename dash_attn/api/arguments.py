@@ -140,7 +140,7 @@ def check_policy(policy: str) -> None:
     """The policy must have a known name. Whether it fits the mask is checked when the problem is ordered."""
     if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
         named = f"auto, {', '.join(POLICIES)}, or 'name:width'"
-        raise ValueError(f"policy must be {named}, each with '@head' behind it or not; got {policy!r}")
+        raise ValueError(f"policy must be {named}, each with '@head' behind it or not, or auto@group; got {policy!r}")
 
 
 def check_flag(name: str, flag: bool | None) -> None:

@@ -172,7 +172,9 @@ def attention(
     mask           a dash_attn Mask, for instance dash_attn.tiles(cells, 256, 256), intersected with the above
     scale          factor of the scores; None means dim ** -0.5
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
-                   query head is ordered by itself: faster where key/value heads are few, with other bits
+                   query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
+                   first for short sequences and the second for long ones; 'auto@head' and 'auto@group' fix it. The
+                   bits differ
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
                    has no gradient

@@ -6,25 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from dash_attn.order.rules import Rules, Tasks, apply, met_until, offsets, windows
 from dash_attn.order.search import ranked
-from dash_attn.order.types import BY_HEAD, Choice, Ints, Order, Rounds, Template
+from dash_attn.order.types import GROUP, HEAD, PANELS, Choice, Ints, Order, Rounds, Template
 from dash_attn.tiling import Span, Tiling
 
 # Every constant here fixes bits: another value is another order with another fingerprint. Nothing here may follow the
 # GPU at hand. What may follow it is in dash_attn/launch.
 DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
 AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
-NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
-ENOUGH = 128  # chains, or pairs, that run at once; with fewer `auto` takes wider windows, or single chains
-FAR = 256  # queries between neighbours of a rotation, at most
-LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
-SHORT, LONG = 16, 128  # kv tiles of a short head, and of a head that `level` no longer keeps in step
+LONG = 128  # chains of a part of `fold`; from two parts on `auto` keeps the q heads of a group together
 
 Built = tuple[Template, Rounds]
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Policy:
     """How to order a tiling, and which tilings it can order.
 
     `build(tiling, width)` gives a template and its rounds. `applies` says for which tilings, and `needs` says the same
-    to people. With `last`, some blocks of heads follow another template, which `last(tiling, width)` gives.
+    to people.
     """
 
     build: Callable[[Tiling, int], Built]
@@ -40,7 +34,6 @@ class Policy:
     applies: Callable[[Tiling], bool] = lambda tiling: True
     needs: str = "any mask"
     windowed: bool = False
-    last: Callable[[Tiling, int], Built] | None = None
 
 
 def _is_banded(tiling: Tiling) -> bool:
@@ -102,10 +95,21 @@ def _spt(tiling: Tiling, width: int) -> Built:
     return apply(tiling, tasks, Rules(visit, rank)), _singles(launch)
 
 
-def _longest_first(tiling: Tiling, width: int) -> Built:
-    tasks = Tasks.of(tiling)
-    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, Span.COUNT]))
-    return apply(tiling, tasks, Rules(_coming_down(tiling, tasks), np.argsort(launch))), _singles(launch)
+def _hill(tiling: Tiling, width: int) -> Built:
+    """The long half of the chains, shortest of them first, then the short half, longest first.
+
+    A long chain climbs from its diagonal to the q tiles that all long chains share, and comes down these from the last
+    one. A short chain comes down to its diagonal. In launch order the lengths go up and down again, so workers that
+    begin together end together. Long chains never catch up with each other. A short chain follows the chain before it
+    if it starts a step later, and so it does, because the chains before it end one by one.
+    """
+    tasks, longs, split = Tasks.of(tiling), tiling.num_kv // 2, shared_from(tiling)
+    launch = np.concatenate([np.arange(longs)[::-1], np.arange(longs, tiling.num_kv)])
+    down = (tasks.chain >= longs) | (tasks.q >= split)
+    step = np.where(down, split + tiling.num_q - 1 - tasks.q, tasks.q)
+    visit = 2 * tasks.head * tiling.num_q + step
+    rounds = [each for part in (launch[:longs], launch[longs:]) for each in _singles(part)]
+    return apply(tiling, tasks, Rules(visit, np.argsort(launch))), rounds
 
 
 def _fold(tiling: Tiling, width: int) -> Built:
@@ -208,13 +212,12 @@ POLICIES: dict[str, Policy] = {
         needs=BAND,
         windowed=True,
     ),
-    "level": Policy(
-        _spt,
-        "shortest chain first, each from its diagonal upwards; in the last block of heads (in every other block, if "
-        "grouped) longest first, coming down",
-        applies=_is_band,
-        needs=BAND,
-        last=_longest_first,
+    "hill": Policy(
+        _hill,
+        "the long half, shortest first, up from the diagonal, then down the q tiles it shares; then the short half, "
+        "longest first, coming down",
+        applies=_is_causal,
+        needs=TRIANGLE,
     ),
     "fold": Policy(
         _fold,
@@ -232,40 +235,46 @@ def applicable(tiling: Tiling) -> list[str]:
 
 
 def choose(tiling: Tiling) -> Choice:
-    """What `auto` means. The problem and the version of the package decide it, never the GPU at hand."""
-    if tiling.is_rectangle:
-        return Choice("shift", auto_width(tiling, tiling.num_q, apart=2))
-    if _is_causal(tiling):
-        if tiling.heads > 1 and tiling.num_kv >= 2 * LONG:
-            return Choice("fold")
-        few = tiling.panels * tiling.num_kv <= ENOUGH  # pairs would leave half of the workers idle
-        if tiling.heads == 1 or tiling.num_kv > SHORT or few:
-            return Choice("level")
-        return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
-    if tiling.is_staircase:
-        return Choice("spt" if tiling.problem.mask.documents is None else "level")
-    return Choice("search", AUTO_WIDTH)
+    """What `auto` means for panels of this tiling.
 
-
-def auto_width(tiling: Tiling, circle: int, apart: int = 1) -> int:
-    """How many chains go round a circle of q tiles together, at least `apart` tiles between neighbours.
-
-    One tile between neighbours leaves little time to hand a turn on; it is enough where triangles interrupt the
-    rotation. The width is NARROW_WIDTH at most, because workers wait until a whole window of them is free. It is more
-    where neighbours would be FAR apart, and where there are too few groups to keep a GPU busy.
+    One sequence decides it: its lengths, mask, group of q heads and tile. Batch, heads and GPU play no part, so a
+    sequence keeps its bits in every batch.
     """
-    busy = ENOUGH // max(1, tiling.panels)
-    near = circle // max(1, FAR // tiling.shape.m)
-    return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, circle // apart), busy))
+    if tiling.is_rectangle:
+        return Choice("shift", auto_width(tiling))
+    if _is_causal(tiling):
+        return Choice("fold" if tiling.heads > 1 and tiling.num_kv >= 2 * LONG else "hill")
+    return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
+
+
+def cuts(tiling: Tiling) -> bool:
+    """Does `auto` order each q head of a group by itself? Like `choose`, it looks at one sequence alone.
+
+    A group has few chains where keys are few, and they are as long as the group is large: workers would be idle.
+    Where keys are many, whole groups add to dK and dV once, and q heads find K and V in cache.
+    """
+    return tiling.heads > 1 and tiling.num_kv < 2 * LONG and tiling.problem.mask.documents is None
+
+
+def auto_width(tiling: Tiling) -> int:
+    """How many chains go round the q tiles together: as many as have two tiles between neighbours.
+
+    One tile between neighbours leaves little time to hand a turn on.
+    """
+    return min(AUTO_WIDTH, max(1, tiling.num_q // 2))
 
 
 def parse(text: str) -> Choice:
-    """'shift', 'shift:64' or 'shift:64@head'."""
-    text, by_head = text.removesuffix(BY_HEAD), text.endswith(BY_HEAD)
-    name, colon, width = text.partition(":")
+    """'shift', 'shift:64' or 'shift:64@head'; 'auto', 'auto@head' or 'auto@group'."""
+    named, at, panels = text.partition("@")
+    name, colon, width = named.partition(":")
+    if at and panels not in PANELS:
+        raise ValueError(f"policy {text!r}: behind '@' comes {' or '.join(PANELS)}")
+    if panels == GROUP and name != "auto":
+        raise ValueError(f"policy {text!r}: '@{GROUP}' goes with auto; other policies keep groups together without it")
     if colon and not width.isdigit():
         raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
-    return Choice(name, int(width) if width else None, by_head)
+    return Choice(name, int(width) if width else None, panels or None)
 
 
 def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
@@ -275,11 +284,13 @@ def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
         return choice
     if choice.width is not None:
         raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
-    return replace(choose(tiling.by_head() if choice.by_head else tiling), by_head=choice.by_head)
+    by_head = cuts(tiling) if choice.panels is None else choice.by_head
+    return replace(choose(tiling.by_head() if by_head else tiling), panels=HEAD if by_head else None)
 
 
 def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
-    """Order a tiling by a policy: its name, 'name:width', or 'auto', each with '@head' behind it or not."""
+    """Order a tiling by a policy: its name or 'name:width', each with '@head' behind it or not, or 'auto', with '@head'
+    or '@group' behind it or not."""
     choice = resolve(tiling, policy)
     tiling = tiling.by_head() if choice.by_head else tiling
     if choice.policy not in POLICIES:
@@ -295,32 +306,4 @@ def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
         raise ValueError(
             f"policy {choice.policy!r} cannot take width {choice.width}: a width of at least 1 goes with {takers}"
         )
-    width = choice.width or DEFAULT_WIDTH
-    template, rounds = rule.build(tiling, width)
-    if rule.last is None:
-        return Order.of_one(tiling, choice, template, rounds)
-    last_template, last_rounds = rule.last(tiling, width)
-    block_of, is_last = _level_blocks(tiling)
-    if is_last.all():  # a lone group is among the last
-        return Order.of_one(tiling, choice, last_template, last_rounds)
-    return Order(tiling, choice, (template, last_template), (rounds, last_rounds), is_last.astype(np.int64), block_of)
-
-
-def _level_blocks(tiling: Tiling) -> tuple[Ints, Bools]:
-    """The block of each group, and whether the group follows the `last` template.
-
-    The last block follows `last`, so that all workers end together, however many they are. Chains that go up from the
-    diagonal, shortest first, never catch up with each other, whenever they start. Chains that come down, longest first,
-    do not if they start a step apart. They do start so, because the chains before them end one by one and chains of
-    other groups come between.
-
-    Chains of grouped heads drift apart the longer they run: they are at different query heads at a time. If all chains
-    end at one q tile, every other block follows `last`, after which all chains begin together again.
-    """
-    groups, grouped = tiling.panels, tiling.heads > 1
-    in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG
-    chains = LEVEL_BLOCKS[not grouped and tiling.num_kv > SHORT]
-    heads = min(-(-chains // max(1, tiling.num_kv)), -(-groups // 2))
-    block_of = windows(groups, heads)
-    from_end = block_of[-1] - block_of
-    return block_of, from_end % 2 == 0 if in_step else from_end == 0
+    return Order.of_one(tiling, choice, *rule.build(tiling, choice.width or DEFAULT_WIDTH))

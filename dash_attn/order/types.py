@@ -12,7 +12,7 @@ from dash_attn.tiling import Tiling
 Ints = npt.NDArray[np.int64]
 Bundle = tuple[int, ...]  # chains of one group that one worker runs back to back
 Rounds = list[list[Bundle]]
-BY_HEAD = "@head"  # behind the name of a policy
+PANELS = HEAD, GROUP = "head", "group"  # behind the name of a policy and '@': what is ordered by itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,25 +33,31 @@ class Template:
 class Choice:
     """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows.
 
-    `by_head` orders each q head by itself, instead of all q heads of a kv head together.
+    `panels` is HEAD where each q head is ordered by itself. Otherwise all q heads of a kv head are ordered together.
+    For `auto` None leaves the choice to `auto`, and GROUP asks for whole groups.
     """
 
     policy: str
     width: int | None = None
-    by_head: bool = False
+    panels: str | None = None
+
+    @property
+    def by_head(self) -> bool:
+        return self.panels == HEAD
 
     def __str__(self) -> str:
-        return f"{self.policy}{'' if self.width is None else f':{self.width}'}{BY_HEAD if self.by_head else ''}"
+        width = "" if self.width is None else f":{self.width}"
+        return f"{self.policy}{width}{'' if self.panels is None else f'@{self.panels}'}"
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
     """The order of a whole problem. It fixes every bit of the result and says nothing about workers.
 
-    A group is a (batch, kv head) pair, and chain n of group g has the number g * num_kv + n. Group g follows
-    templates[template_of[g]], and its bundles come in rounds[template_of[g]]: chains of one round may wait for each
-    other, and otherwise wait only for chains of earlier rounds. `block_of` numbers blocks of neighbouring groups; all
-    groups of a block follow one template.
+    A panel is what is ordered by itself: one q head, or the q heads of one kv head. Chain n of panel p has the number
+    p * num_kv + n. Panel p follows templates[template_of[p]], and its bundles come in rounds[template_of[p]]: chains of
+    one round may wait for each other, and otherwise wait only for chains of earlier rounds. Every policy has one
+    template; only an order from elsewhere, as of the exact solver, has several.
     """
 
     tiling: Tiling
@@ -59,10 +65,8 @@ class Order:
     templates: tuple[Template, ...]
     rounds: tuple[Rounds, ...]
     template_of: Ints
-    block_of: Ints
 
     @staticmethod
     def of_one(tiling: Tiling, choice: Choice, template: Template, rounds: Rounds) -> Order:
-        """All groups follow one template, in one block."""
-        same = np.zeros(tiling.panels, np.int64)
-        return Order(tiling, choice, (template,), (rounds,), same, same)
+        """All panels follow one template."""
+        return Order(tiling, choice, (template,), (rounds,), np.zeros(tiling.panels, np.int64))

@@ -60,7 +60,7 @@ def headline(results: Results) -> TableText:
         ("models", results["models"]["rows"], "models"),
         ("long sequences (one of 8k to 128k tokens)", long, "length"),
         ("one short sequence (1k to 4k tokens)", short, "length"),
-        ('few key/value heads, `policy="auto@head"`', results["few"]["rows"], "few"),
+        ("few key/value heads", results["few"]["rows"], "few"),
     ]
     lines = []
     for name, rows, suite in groups:
@@ -97,11 +97,11 @@ def length(results: Results) -> TableText:
 
 
 def few(results: Results) -> TableText:
-    """Beside ours without '@head', which orders all q heads of a kv head together."""
+    """Beside ours with '@group', which orders all q heads of a kv head together."""
     rows, (header, lines) = results["few"]["rows"], _beside(results["few"])
     whole = [next(name for name in row["us"] if is_ours(name) and name != default_of(row)) for row in rows]
     ratios = [times(speed(row, name)) for row, name in zip(rows, whole, strict=True)]
-    return [*header, "ours / without @head"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
+    return [*header, "ours / @group"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
 
 
 def padded(results: Results) -> TableText:

@@ -103,7 +103,7 @@ SUITES: dict[str, Suite] = {
         cases.few,
         lambda: cases.few()[:4],
         FEW,
-        policies=("auto@head", "auto"),
+        policies=("auto", "auto@group"),
         unordered=False,
     ),
     "padded": Suite(

@@ -24,7 +24,7 @@ TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
 SMS = 132  # of an H100 or H200
 ORDERS = (
     f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders each query head "
-    "by itself"
+    "by itself, auto@group all query heads of a key/value head together"
 )
 
 # What the options for a problem mean, in every command.
