@@ -52,8 +52,8 @@ class Problem:
         if self.mask.documents is not None:
             if self.mask.tiles is not None:
                 raise ValueError(
-                    "mask has tiles, which do not go with documents (cu_seqlens): give each document its own call, with "
-                    "its part of the tiles"
+                    "mask has tiles, which do not go with documents (cu_seqlens): give each document its own call, "
+                    "with its part of the tiles"
                 )
             self.mask.documents.check_ends(self.len_q, self.len_k)
 
@@ -85,9 +85,9 @@ class Problem:
             ends = np.array((0, length) if cuts is None else (cuts.cu_q, cuts.cu_k)[side])
             table[..., side] = ends[:-1] + np.arange(self.batch)[:, None] * length
             table[..., len(lengths) + side] = ends[1:] - ends[:-1]
-        table = table.reshape(-1, len(Sequence._fields))
-        table.flags.writeable = False
-        return table
+        rows = table.reshape(-1, len(Sequence._fields))
+        rows.flags.writeable = False
+        return rows
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
