@@ -28,13 +28,20 @@ class Plan:
         return self.verified.co_resident
 
     @property
+    def num_tasks(self) -> int:
+        return self.program.num_tasks
+
+    @property
     def fingerprint(self) -> str:
         return self.program.fingerprint
 
 
 @lru_cache(maxsize=256)
 def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
-    """Order a problem by a policy ('name', 'name:width' or 'auto', each with '@head' or not) and verify the result."""
+    """Order a problem by a policy ('name', 'name:width' or 'auto', each with '@head' or not) and verify the result.
+
+    A problem with documents has a plan for each sequence: see dash_attn.pack.
+    """
     return Plan(problem, verify(compose(tile(problem, shape), policy)))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.order.rules import Rules, Tasks, apply, met_until, offsets, windows
+from dash_attn.order.rules import Rules, Tasks, apply, offsets, windows
 from dash_attn.order.search import ranked
 from dash_attn.order.types import BY_HEAD, Choice, Ints, Order, Rounds, Template
 from dash_attn.tiling import Span, Tiling
@@ -87,19 +87,10 @@ def _descending(tiling: Tiling, width: int) -> Built:
 
 
 def _spt(tiling: Tiling, width: int) -> Built:
-    """Shortest chain first, each chain upwards.
-
-    A document may begin inside the last q tile of the document before it. A chain that began there would wait until
-    the chains of the earlier document are done. So it visits that tile last.
-    """
-    tasks, mask = Tasks.of(tiling), tiling.problem.mask
+    """Shortest chain first, each chain upwards."""
+    tasks = Tasks.of(tiling)
     launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, Span.COUNT]))
-    rank = np.argsort(launch)
-    visit = _ascending(tiling, tasks)
-    if tiling.is_staircase and mask.documents is not None and mask.left is None:
-        again = tasks.q < met_until(tiling.spans, rank)[tasks.chain]
-        visit = visit + (tasks.head + again) * tiling.num_q  # heads are twice as far apart
-    return apply(tiling, tasks, Rules(visit, rank)), _singles(launch)
+    return apply(tiling, tasks, Rules(_ascending(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
 def _longest_first(tiling: Tiling, width: int) -> Built:
@@ -183,9 +174,7 @@ def _search(tiling: Tiling, width: int) -> Built:
 
 POLICIES: dict[str, Policy] = {
     "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)"),
-    "spt": Policy(
-        _spt, "shortest chain first, ascending q tiles (a tile shared with an earlier document last), turns as launched"
-    ),
+    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns as launched"),
     "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
     "shift": Policy(
         _shift,
@@ -243,7 +232,7 @@ def choose(tiling: Tiling) -> Choice:
             return Choice("level")
         return Choice("symmetric_shift", auto_width(tiling, tiling.num_q - shared_from(tiling)))
     if tiling.is_staircase:
-        return Choice("spt" if tiling.problem.mask.documents is None else "level")
+        return Choice("spt")
     return Choice("search", AUTO_WIDTH)
 
 

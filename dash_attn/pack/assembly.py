@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from dash_attn.jit import compiled
@@ -17,8 +15,7 @@ from dash_attn.tiling import TileShape
 
 def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assembly:
     """The checked tables of all sequences of a problem, each ordered by itself."""
-    mask = problem.mask if problem.mask.documents is None else replace(problem.mask, documents=None)
-    family = Family(problem.group, problem.dim, problem.dtype, problem.scale, mask, shape, policy)
+    family = Family.of(problem, shape, policy)
     table, known = problem.sequence_table, templates(family)
     numbers: dict[int, int] = {}  # of the templates of this pack
     template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]

@@ -45,7 +45,7 @@ SAID = {
     Fault.BUNDLES: "its bundles are outside their table, or leave chains out",
     Fault.CHAINS: "its template has not one chain for each of its kv tiles",
     Fault.KV_TILES: "its template has a kv tile twice, or one that the sequence has not",
-    Fault.RUNS: "its template has runs outside their table, or outside the q tiles of the sequence",
+    Fault.RUNS: "its template has runs outside their table, or outside the q tiles and heads of the sequence",
     Fault.CONTRIBUTORS: "its contributors are outside their table",
     Fault.TASKS: "its tasks are not the contributions that its dQ tiles wait for",
 }
@@ -135,10 +135,8 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
         known = checked[begin]
         if count > 0 and known[0] == count and known[1] == first and known[2] == num_q and known[3] == num_kv:
             continue
-        expected = 0
-        for q in range(first, first + num_q):
-            expected += heads * contributors[q]
-        tasks, chain, of_doc = 0, -1, 0
+        change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks, from q tile to q tile
+        chain, of_doc = -1, 0
         for b in range(begin, begin + count):
             if b == begin:
                 chain = bundles[b, 0]
@@ -154,17 +152,28 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
                 if run < 0 or end < run or end > len(runs):
                     return Fault.RUNS, d
                 for r in range(run, end):
-                    low = runs[r, Run.FIRST_Q]
-                    high = low + runs[r, Run.STEP] * (runs[r, Run.COUNT] - 1)
-                    if runs[r, Run.COUNT] < 1 or min(low, high) < 0 or max(low, high) >= num_q:
+                    head, low = runs[r, Run.HEAD], runs[r, Run.FIRST_Q]
+                    step, length = runs[r, Run.STEP], runs[r, Run.COUNT]
+                    high = low + step * (length - 1)
+                    if min(low, high) < 0 or max(low, high) >= num_q or length < 1 or head < 0 or head >= heads:
                         return Fault.RUNS, d
-                    tasks += runs[r, Run.COUNT]
+                    if abs(step) == 1:
+                        change[head, min(low, high)] += 1
+                        change[head, max(low, high) + 1] -= 1
+                        continue
+                    for i in range(length):
+                        change[head, low + i * step] += 1
+                        change[head, low + i * step + 1] -= 1
                 of_doc += 1
             chain += bundles[b, 1]
         if count > 0 and of_doc != num_kv:
             return Fault.CHAINS, d
-        if tasks != expected:
-            return Fault.TASKS, d
+        for head in range(heads):
+            tasks = 0
+            for q in range(num_q):
+                tasks += change[head, q]
+                if tasks != contributors[first + q]:
+                    return Fault.TASKS, d
         if count > 0:
             known[0], known[1], known[2], known[3] = count, first, num_q, num_kv
     return Fault.NONE, 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 from threading import Lock
@@ -102,6 +102,11 @@ class Family:
     shape: TileShape
     policy: str
 
+    @staticmethod
+    def of(problem: Problem, shape: TileShape, policy: str) -> Family:
+        mask = problem.mask if problem.mask.documents is None else replace(problem.mask, documents=None)
+        return Family(problem.group, problem.dim, problem.dtype, problem.scale, mask, shape, policy)
+
     def codes(self, len_q: Longs, len_k: Longs) -> Longs:
         """One number for each sequence. Sequences with equal numbers have the same tiles in the same states."""
         m, n = self.shape.m, self.shape.n
@@ -113,6 +118,10 @@ class Family:
             # A longer last q tile ends in the same kv tile, because no kv tile begins inside a q tile.
             return _code(np.where(len_q == len_k, _up(len_q, m), len_q), np.where(len_q == len_k, _up(len_k, m), len_k))
         return _code(len_q, len_k)
+
+    def code(self, problem: Problem) -> int:
+        """The number of one sequence."""
+        return int(self.codes(np.array(problem.len_q), np.array(problem.len_k)))
 
     def problem(self, code: int) -> Problem:
         """One kv head of a sequence with this code."""

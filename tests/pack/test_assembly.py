@@ -166,7 +166,7 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     family = templates.Family(1, 64, "bfloat16", None, window(5, 0), SHAPE, "spt")
     known = templates.Templates(family)
     for length in range(1, 60):
-        code = int(family.codes(np.array(length), np.array(length)))
+        code = family.code(Problem(1, 1, 1, length, length))
         assert known.of(code).facts[templates.Fact.Q_TILES] == -(-length // SHAPE.m)
         assert known.of(code) is known.of(code)
         assert sum(each.nbytes for each in known._known.values()) == known._bytes <= 4000

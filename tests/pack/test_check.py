@@ -111,6 +111,9 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
     "negative run": (changed(chains=put(0, PackedChain.FIRST_RUN, -1)), "runs outside their table"),
     "a q tile outside": (changed(runs=put(0, Run.FIRST_Q, 99)), "outside the q tiles"),
     "a run of no task": (changed(runs=put(0, Run.COUNT, 0)), "outside the q tiles"),
+    "a head that is not there": (changed(runs=put(0, Run.HEAD, 2)), "outside the q tiles and heads"),
+    "another head": (changed(runs=put(0, Run.HEAD, 1)), "tasks are not the contributions"),
+    "another q tile": (changed(runs=add(1, Run.FIRST_Q, -1)), "tasks are not the contributions"),
     "a run is missing": (changed(chains=add(0, PackedChain.NUM_RUNS, -1)), "tasks are not the contributions"),
 }
 

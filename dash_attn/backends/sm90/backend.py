@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Options
+from dash_attn.pack import Pack, Planned
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -53,13 +54,17 @@ class Sm90Backend:
         config_of(problem)  # a problem without a backward is refused before its forward runs
         return forwards.LibraryForward(problem)
 
-    def backward(self, plan: Plan, options: Options) -> Backward:
+    def backward(self, plan: Planned, options: Options) -> Backward:
+        if isinstance(plan, Pack):
+            raise NotImplementedError("packed sequences are not supported on GPUs: give each sequence its own call")
         return launch_of(plan, options, self.device)
 
-    def workers(self, plan: Plan) -> int:
+    def workers(self, plan: Planned) -> int:
         return resident_workers(self.device)
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Planned) -> int:
+        if isinstance(plan, Pack):  # every sequence has its own tiles
+            return sum(self.workspace_bytes(plan.plan_of(sequence)) for sequence in plan.sequences)
         problem, g = plan.problem, plan.program.geometry
         cfg, planes = config_of(problem), problem.batch * problem.heads_q
         parts = parts_shape(replace(cfg, cut=True), planes, problem.len_k) if g.share > 1 else (0,)
