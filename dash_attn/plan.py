@@ -28,6 +28,10 @@ class Plan:
         return self.verified.co_resident
 
     @property
+    def num_tasks(self) -> int:
+        return self.program.num_tasks
+
+    @property
     def fingerprint(self) -> str:
         return self.program.fingerprint
 
@@ -37,6 +41,8 @@ def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
     """Order a problem by a policy and verify the result.
 
     The policy is 'name', 'name:width' or 'auto', each with '@head' or not, or 'auto@group'.
+
+    A problem with documents has a plan for each sequence: see dash_attn.pack.
     """
     return Plan(problem, verify(compose(tile(problem, shape), policy)))
 

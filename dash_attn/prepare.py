@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Backend, Backward, Forward, Gradients, Operands, Options, backend_for
-from dash_attn.plan import Plan, plan
+from dash_attn.pack import Pack, Planned
+from dash_attn.plan import plan
 from dash_attn.problem import Problem
 
 KEPT = 256  # prepared problems that stay ready
@@ -25,8 +26,15 @@ class Prepared:
         self._on_gpu = self._kind == "cuda"
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> Planned:
+        if self.problem.is_packed:
+            return Pack(self.problem, self.backend.tile_shape, self.policy)
         return plan(self.problem, self.backend.tile_shape(self.problem), self.policy)
+
+    def require_order(self) -> None:
+        """Raise an error if the policy cannot order the problem."""
+        if isinstance(self.plan, Pack):
+            self.plan.require_order()
 
     @cached_property
     def run_forward(self) -> Forward:

@@ -58,10 +58,15 @@ def tile_masks(draw: st.DrawFn, len_q: int, len_k: int, cell: TileShape | None =
     return tiles(np.array(bits, bool).reshape(size), shape.m, shape.n)
 
 
+def plain_masks() -> st.SearchStrategy[Mask]:
+    """Masks of single sequences."""
+    return st.sampled_from([FULL, CAUSAL]) | windows()
+
+
 def masks(len_q: int, len_k: int) -> st.SearchStrategy[Mask]:
     """Any mask but explicit tiles, which fit only tiles that divide their cells."""
-    plain = st.sampled_from([FULL, CAUSAL]) | windows()
-    return plain | document_masks(len_q, len_k) | st.builds(Mask.__and__, windows(), document_masks(len_q, len_k))
+    packed = document_masks(len_q, len_k)
+    return plain_masks() | packed | st.builds(Mask.__and__, windows(), packed)
 
 
 lengths = st.integers(0, 40)
@@ -69,12 +74,16 @@ shapes = st.builds(TileShape, st.integers(1, 9), st.integers(1, 9))
 
 
 @st.composite
-def problems(draw: st.DrawFn, longest: int = 40) -> Problem:
+def problems(draw: st.DrawFn, longest: int = 40, *, packed: bool = False) -> Problem:
+    """Batches of equal sequences, or with `packed` of the same documents."""
     len_q = draw(st.integers(0, longest))
     len_k = draw(st.integers(0, longest) | st.just(len_q))
     heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 1), (1, 3)]))
     batch = draw(st.integers(1, max(1, 4 // (heads_kv * group))))
-    return Problem(batch, heads_kv * group, heads_kv, len_q, len_k, mask=draw(masks(len_q, len_k)))
+    mask = draw(plain_masks())
+    if packed:
+        mask = mask & draw(document_masks(len_q, len_k))
+    return Problem(batch, heads_kv * group, heads_kv, len_q, len_k, mask=mask)
 
 
 @st.composite

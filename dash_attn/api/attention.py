@@ -199,7 +199,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
-        _ = prepared.plan  # a problem that cannot be ordered is an error here, not later in the backward
+        prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if _is_watched(q, k, v):
         return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
     if not needs_grad:

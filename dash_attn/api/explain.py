@@ -12,9 +12,9 @@ from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.attention import prepared_for
 from dash_attn.api.calls import Boundaries
 from dash_attn.order import POLICIES, parse
+from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared
 from dash_attn.problem import Mask
-from dash_attn.tiling import TileShape
 
 # Fields that decide the bits, beside the problem. The number of workers is not one of them.
 DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "software")
@@ -22,7 +22,7 @@ DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "softwa
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs.
+    """What a call runs. Packed sequences of one length share a template; a batch has one.
 
     Equal identities and equal inputs give equal bits of the output and the gradients. Equal fingerprints give equal
     bits of the gradients if `forward` and `software` are equal too.
@@ -31,7 +31,9 @@ class Explanation:
     backend: str
     forward: str
     mask: str
-    tile: TileShape
+    sequences: int
+    templates: int
+    tile: str
     policy: str
     reason: str
     fingerprint: str
@@ -69,17 +71,20 @@ def explain(
 def explanation(prepared: Prepared) -> Explanation:
     """What a prepared problem runs."""
     problem, planned, backend = prepared.problem, prepared.plan, prepared.backend
-    chosen = planned.program.policy
-    summary = POLICIES[parse(chosen).policy].summary
+    plans = list(planned.plans.values()) if isinstance(planned, Pack) else [planned]
+    chosen = list(dict.fromkeys(each.program.policy for each in plans))
+    summaries = dict.fromkeys(POLICIES[parse(policy).policy].summary for policy in chosen)
     said: dict[str, Any] = {
         "backend": backend.name,
         "forward": backend.forward_provider(problem),
         "mask": str(problem.mask),
-        "tile": backend.tile_shape(problem),
-        "policy": chosen,
-        "reason": f"{'chosen by auto' if prepared.policy == 'auto' else 'asked for'}: {summary}",
+        "sequences": len(problem.sequences),
+        "templates": len(plans),
+        "tile": ", ".join(dict.fromkeys(str(backend.tile_shape(each.problem)) for each in plans)),
+        "policy": ", ".join(chosen),
+        "reason": f"{'chosen by auto' if prepared.policy == 'auto' else 'asked for'}: {' | '.join(summaries)}",
         "fingerprint": planned.fingerprint,
-        "tasks": planned.program.num_tasks,
+        "tasks": planned.num_tasks,
         "co_resident": planned.co_resident,
         "workers": backend.workers(planned),
         "workspace_bytes": backend.workspace_bytes(planned),

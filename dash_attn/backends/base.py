@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dash_attn.plan import Plan
+from dash_attn.pack import Planned
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
@@ -85,11 +85,11 @@ class Backend(Protocol):
 
     def forward(self, problem: Problem) -> Forward: ...
 
-    def backward(self, plan: Plan, options: Options) -> Backward:
+    def backward(self, plan: Planned, options: Options) -> Backward:
         """The backward of a plan, with its tables uploaded and its kernels compiled. If the options leave too few
         workers, a ValueError says so."""
         ...
 
-    def workers(self, plan: Plan) -> int: ...
+    def workers(self, plan: Planned) -> int: ...
 
-    def workspace_bytes(self, plan: Plan) -> int: ...
+    def workspace_bytes(self, plan: Planned) -> int: ...

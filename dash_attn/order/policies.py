@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dash_attn.order.rules import Rules, Tasks, apply, met_until, offsets, windows
+from dash_attn.order.rules import Rules, Tasks, apply, offsets, windows
 from dash_attn.order.search import ranked
 from dash_attn.order.types import GROUP, HEAD, PANELS, Choice, Ints, Order, Rounds, Template
 from dash_attn.tiling import Span, Tiling
@@ -80,19 +80,10 @@ def _descending(tiling: Tiling, width: int) -> Built:
 
 
 def _spt(tiling: Tiling, width: int) -> Built:
-    """Shortest chain first, each chain upwards.
-
-    A document may begin inside the last q tile of the document before it. A chain that began there would wait until
-    the chains of the earlier document are done. So it visits that tile last.
-    """
-    tasks, mask = Tasks.of(tiling), tiling.problem.mask
+    """Shortest chain first, each chain upwards."""
+    tasks = Tasks.of(tiling)
     launch = np.lexsort((-np.arange(tiling.num_kv), tiling.spans[:, Span.COUNT]))
-    rank = np.argsort(launch)
-    visit = _ascending(tiling, tasks)
-    if tiling.is_staircase and mask.documents is not None and mask.left is None:
-        again = tasks.q < met_until(tiling.spans, rank)[tasks.chain]
-        visit = visit + (tasks.head + again) * tiling.num_q  # heads are twice as far apart
-    return apply(tiling, tasks, Rules(visit, rank)), _singles(launch)
+    return apply(tiling, tasks, Rules(_ascending(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
 def _hill(tiling: Tiling, width: int) -> Built:
@@ -187,9 +178,7 @@ def _search(tiling: Tiling, width: int) -> Built:
 
 POLICIES: dict[str, Policy] = {
     "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)"),
-    "spt": Policy(
-        _spt, "shortest chain first, ascending q tiles (a tile shared with an earlier document last), turns as launched"
-    ),
+    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns as launched"),
     "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
     "shift": Policy(
         _shift,
@@ -253,7 +242,7 @@ def cuts(tiling: Tiling) -> bool:
     A group has few chains where keys are few, and they are as long as the group is large: workers would be idle.
     Where keys are many, whole groups add to dK and dV once, and q heads find K and V in cache.
     """
-    return tiling.heads > 1 and tiling.num_kv < 2 * LONG and tiling.problem.mask.documents is None
+    return tiling.heads > 1 and tiling.num_kv < 2 * LONG
 
 
 def auto_width(tiling: Tiling) -> int:

@@ -87,23 +87,6 @@ def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
     return turn
 
 
-@compiled
-def met_until(spans, rank):  # type: ignore[no-untyped-def]
-    """Per chain, the q tile until which it meets a chain of lower rank that ends before it; else its own first tile.
-
-    For staircases: the ends of the chains never move back.
-    """
-    until = spans[:, Span.FIRST].copy()
-    for kv in range(len(spans)):
-        for other in range(kv - 1, -1, -1):
-            if spans[other, Span.END] <= spans[kv, Span.FIRST]:
-                break
-            if spans[other, Span.END] < spans[kv, Span.END] and rank[other] < rank[kv]:
-                until[kv] = spans[other, Span.END]
-                break
-    return until
-
-
 def turns(target: Ints, place: Ints) -> Ints:
     """Rank each contribution among those with the same target, by ascending place."""
     by_target = np.argsort(target * (1 + place.max(initial=0)) + place)

@@ -1,12 +1,8 @@
-from enum import IntEnum
-class Doc(IntEnum):
-    TICKET = 0
-    Q_ROW = 1
-    K_ROW = 2
-    Q_ROWS = 3
-    K_ROWS = 4
-    Q_TILE = 5
-    KV_TILE = 6
-    BUNDLE = 7
-    BUNDLES = 8
-    CONTRIBUTORS = 9
+"""Packs: problems of several sequences, each of which is planned by itself."""
+
+from dash_attn.pack.assembly import assemble
+from dash_attn.pack.checks import AssemblyError, check
+from dash_attn.pack.pack import Pack, Planned
+from dash_attn.pack.tables import Assembly, Doc, PackedChain, Sizes
+
+__all__ = ["Assembly", "AssemblyError", "Doc", "Pack", "PackedChain", "Planned", "Sizes", "assemble", "check"]

@@ -38,6 +38,14 @@ class Documents:
                 f"got {len(self.cu_q) - 1} and {len(self.cu_k) - 1}"
             )
 
+    def check_ends(self, len_q: int, len_k: int) -> None:
+        """ValueError if the documents do not hold all queries and keys."""
+        if (self.cu_q[-1], self.cu_k[-1]) != (len_q, len_k):
+            raise ValueError(
+                f"cu_seqlens must end at the number of tokens: "
+                f"{self.cu_q[-1]} of {len_q} queries, {self.cu_k[-1]} of {len_k} keys"
+            )
+
     def __and__(self, other: Documents) -> Documents:
         if self == other:
             return self
@@ -129,11 +137,7 @@ class Mask:
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
         parts = self.documents or Documents((0, len_q), (0, len_k))
-        if (parts.cu_q[-1], parts.cu_k[-1]) != (len_q, len_k):
-            raise ValueError(
-                f"cu_seqlens must end at the number of tokens: "
-                f"{parts.cu_q[-1]} of {len_q} queries, {parts.cu_k[-1]} of {len_k} keys"
-            )
+        parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
         left, right = (far if side is None else min(side, far) for side in (self.left, self.right))
         lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from dash_attn.problem.mask import FULL, Mask
+
+
+class Sequence(NamedTuple):
+    """Queries and keys that meet: one batch entry, or one document of it.
+
+    Rows are counted in the tensors flattened over the batch. Query rows are q_row .. q_row + len_q - 1.
+    """
+
+    q_row: int
+    k_row: int
+    len_q: int
+    len_k: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,13 @@ class Problem:
             raise ValueError(f"heads_q must be a multiple of heads_kv, got {self.heads_q} and {self.heads_kv}")
         if self.mask.tiles is not None and not self.mask.tiles.covers(self.len_q, self.len_k):
             raise ValueError(f"mask {self.mask} does not cover {self.len_q} queries x {self.len_k} keys")
+        if self.mask.documents is not None:
+            if self.mask.tiles is not None:
+                raise ValueError(
+                    "mask has tiles, which do not go with documents (cu_seqlens): give each document its own call, "
+                    "with its part of the tiles"
+                )
+            self.mask.documents.check_ends(self.len_q, self.len_k)
 
     @property
     def group(self) -> int:
@@ -46,3 +70,33 @@ class Problem:
     @property
     def softmax_scale(self) -> float:
         return self.dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def is_packed(self) -> bool:
+        """The mask has documents. Each of them is a sequence of its own."""
+        return self.mask.documents is not None
+
+    @cached_property
+    def sequence_table(self) -> npt.NDArray[np.int64]:
+        """The sequences as rows of a table. The columns are the fields of Sequence."""
+        cuts, lengths = self.mask.documents, (self.len_q, self.len_k)
+        table = np.empty((self.batch, 1 if cuts is None else len(cuts.cu_q) - 1, len(Sequence._fields)), np.int64)
+        for side, length in enumerate(lengths):
+            ends = np.array((0, length) if cuts is None else (cuts.cu_q, cuts.cu_k)[side])
+            table[..., side] = ends[:-1] + np.arange(self.batch)[:, None] * length
+            table[..., len(lengths) + side] = ends[1:] - ends[:-1]
+        rows = table.reshape(-1, len(Sequence._fields))
+        rows.flags.writeable = False
+        return rows
+
+    @cached_property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The documents of each batch entry, or the batch entries themselves."""
+        return tuple(map(Sequence._make, self.sequence_table.tolist()))
+
+    def alone(self, sequence: Sequence) -> Problem:
+        """The problem of one sequence with all its heads, as if there were no other sequence."""
+        mask = self.mask
+        if mask.documents is not None:
+            mask = replace(mask, documents=None)
+        return replace(self, batch=1, len_q=sequence.len_q, len_k=sequence.len_k, mask=mask)

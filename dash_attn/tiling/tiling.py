@@ -109,7 +109,12 @@ class Tiling:
 
 
 def tile(problem: Problem, shape: TileShape) -> Tiling:
-    """Cut the planes of a problem into tiles of `shape`."""
+    """Cut the planes of a problem into tiles of `shape`. A problem with documents is cut sequence by sequence."""
+    if problem.is_packed:
+        raise ValueError(
+            f"mask {problem.mask} has documents, and no tile spans two of them: tile Problem.alone(sequence) for each "
+            "of Problem.sequences, or plan all of them with dash_attn.pack.Pack"
+        )
     num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     state = _states(lo, hi, shape.m, shape.n, num_kv)

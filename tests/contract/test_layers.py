@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"launch"}),
     frozenset({"verify", "timeline"}),
     frozenset({"simulate", "plan"}),
+    frozenset({"pack"}),
     frozenset({"backends"}),
     frozenset({"prepare"}),
     frozenset({"api"}),
@@ -40,7 +41,7 @@ TOP = frozenset({"__init__", "__main__", "tools"})
 MAY_IMPORT_TOP = frozenset({"tools.bench", "tools.cli"})
 
 WITHOUT_TORCH = frozenset(
-    {"jit", "problem", "tiling", "order", "program", "launch", "verify", "timeline", "simulate", "plan"}
+    {"jit", "problem", "tiling", "order", "program", "launch", "verify", "timeline", "simulate", "plan", "pack"}
 )
 NUMBA_MODULES = frozenset({"dash_attn/jit.py"})
 
@@ -346,6 +347,8 @@ def test_relative_imports_of_a_package_start_at_itself() -> None:
         ("simulate", "dash_attn.timeline", True),
         ("simulate", "dash_attn.verify", True),
         ("simulate", "dash_attn.backends.cpu", False),
+        ("pack", "dash_attn.plan", True),
+        ("plan", "dash_attn.pack", False),
         ("api", "dash_attn.attention", False),
         ("tools.cli", "dash_attn.__version__", True),
         ("problem", "numpy", True),

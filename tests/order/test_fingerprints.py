@@ -15,7 +15,7 @@ import pytest
 
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES, applicable
-from dash_attn.problem import Documents, Mask, Problem
+from dash_attn.problem import Mask, Problem
 from dash_attn.tiling import TileShape, Tiling, tile
 
 FILE = Path(__file__).with_name("fingerprints.json")
@@ -23,11 +23,8 @@ ROWS: list[dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def tiling_of(row: dict[str, Any]) -> Tiling:
-    limits = dict(row["mask"])
-    if "documents" in limits:
-        limits["documents"] = Documents(tuple(limits["documents"]), tuple(limits["documents"]))
     heads = (row["batch"], row["heads_q"], row["heads_kv"])
-    problem = Problem(*heads, row["tokens"], row["tokens"], row["dim"], mask=Mask(**limits))
+    problem = Problem(*heads, row["tokens"], row["tokens"], row["dim"], mask=Mask(**row["mask"]))
     return tile(problem, TileShape(*row["tile"]))
 
 

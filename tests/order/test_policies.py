@@ -25,7 +25,7 @@ from dash_attn.order import (
     parse,
     resolve,
 )
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, tiles, window
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
@@ -99,7 +99,6 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
         (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "hill", "fold"]),
         (window(6, 0), [*EVERYWHERE, "diagonal"]),
         (window(6, 3), [*EVERYWHERE, "diagonal"]),
-        (documents([0, 10, 32]), [*EVERYWHERE, "diagonal"]),
         (tiles(np.array([[0, 1], [1, 0]]), 16, 16), EVERYWHERE),
     ],
     ids=str,
@@ -143,9 +142,7 @@ def test_parse() -> None:
 # ---- auto --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mask", [FULL, CAUSAL, window(300, 0), window(200, 100), documents([0, 100, 900, 1000])], ids=str
-)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(300, 0), window(200, 100)], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
 def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
     problem = Problem(2, heads[0] * heads[1], heads[0], 1000, 1000, mask=mask)
@@ -181,8 +178,6 @@ def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask
         (1, 4096, window(1000, 0), "spt"),
         (4, 4096, window(1000, 0), "spt@head"),
         (4, 65536, window(1000, 0), "spt"),
-        (1, 4096, documents([0, 1000, 4096], causal=True), "spt"),
-        (4, 4096, documents([0, 1000, 4096]), "spt"),
         (4, 1024, tiles(np.array([[0, 1], [1, 0]]), 512, 512), "search:64@head"),
     ],
     ids=str,
@@ -236,26 +231,6 @@ def test_a_policy_that_looks_at_the_batch_is_seen(monkeypatch: pytest.MonkeyPatc
     mine = Policy(lambda t, width: POLICIES["fa3" if t.panels > 1 else "spt"].build(t, width), "looks at panels")
     monkeypatch.setitem(POLICIES, "mine", mine)
     assert not same_template(arrange(tiling), arrange(in_batch(tiling, 7, 1)))
-
-
-@examples(50)
-@given(st.data())
-def test_who_shares_a_tile_with_a_document_before_does_not_wait_for_it(data: st.DataObject) -> None:
-    """A chain visits its q tiles upwards but for the first few, which it keeps for the end if chains launched before
-    it, of documents before, end there."""
-    ends = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=6, unique=True).map(sorted))
-    mask = documents([0, *ends], causal=data.draw(st.booleans()))
-    tiling = tile(Problem(1, 2, 1, ends[-1], ends[-1], mask=mask), TileShape(16, 32))
-    order = arrange(tiling, "spt")
-    rank = np.argsort([chain for (chain,) in bundles(order)])
-    template = order.templates[0]
-    for kv, (low, high, _) in enumerate(tiling.spans):
-        before = [h for j, (_, h, _) in enumerate(tiling.spans[:kv]) if low < h < high and rank[j] < rank[kv]]
-        until = max(before, default=low)
-        tiles = [q for q in range(low, high) if tiling.state[kv, q]]
-        want = [q for q in tiles if q >= until] + [q for q in tiles if q < until]
-        visited = template.q[template.first[kv] : template.first[kv + 1]].tolist()
-        assert visited == (want * 2 if tiling.is_staircase and len(ends) > 1 else tiles * 2)
 
 
 @examples(100)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dash_attn.problem import CAUSAL, Problem, tiles
+from dash_attn.problem import CAUSAL, Problem, documents, tiles, window
+from tests.strategies import document_masks, examples
 
 
 def test_derived_sizes() -> None:
@@ -37,3 +41,46 @@ def test_errors_say_what_was_wrong() -> None:
         Problem(1, 6, 4, 4, 4)
     with pytest.raises(ValueError, match=r"tiles\(1x1 of 64x64\) does not cover 128 queries x 64 keys"):
         Problem(1, 1, 1, 128, 64, mask=tiles([[1]], 64, 64))
+
+
+# ---- sequences ---------------------------------------------------------------------------------------------
+
+
+def test_without_documents_a_batch_entry_is_a_sequence() -> None:
+    problem = Problem(3, 4, 2, 10, 20, 64, "float16", 0.3, CAUSAL)
+    assert problem.sequences == ((0, 0, 10, 20), (10, 20, 10, 20), (20, 40, 10, 20))
+    assert not problem.is_packed
+    assert problem.alone(problem.sequences[1]) == dataclasses.replace(problem, batch=1)
+
+
+def test_documents_of_each_batch_entry_are_sequences() -> None:
+    mask = documents([0, 3, 3, 8], [0, 4, 6, 6]) & window(2, 0)
+    problem = Problem(2, 4, 2, 8, 6, 64, "float16", 0.3, mask)
+    first = ((0, 0, 3, 4), (3, 4, 0, 2), (3, 6, 5, 0))
+    assert problem.is_packed
+    assert problem.sequences == (*first, *((q + 8, k + 6, *lengths) for q, k, *lengths in first))
+    alone = problem.alone(problem.sequences[0])
+    assert alone == Problem(1, 4, 2, 3, 4, 64, "float16", 0.3, window(2, 0))
+
+
+@examples(100)
+@given(st.data())
+def test_the_mask_of_a_pack_is_made_of_the_masks_of_its_sequences(data: st.DataObject) -> None:
+    len_q, len_k = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 30))
+    mask = data.draw(document_masks(len_q, len_k)) & window(data.draw(st.none() | st.integers(0, 9)), None)
+    problem = Problem(2, 1, 1, len_q, len_k, mask=mask)
+    expected = np.zeros((2 * len_q, 2 * len_k), bool)
+    expected[:len_q, :len_k] = expected[len_q:, len_k:] = mask.dense(len_q, len_k)
+    allowed = np.zeros_like(expected)
+    for each in problem.sequences:
+        alone = problem.alone(each)
+        rows, keys = slice(each.q_row, each.q_row + each.len_q), slice(each.k_row, each.k_row + each.len_k)
+        allowed[rows, keys] = alone.mask.dense(alone.len_q, alone.len_k)
+    assert np.array_equal(allowed, expected)
+
+
+def test_documents_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens must end at the number of tokens: 8 of 9 queries"):
+        Problem(1, 1, 1, 9, 8, mask=documents([0, 8]))
+    with pytest.raises(ValueError, match=r"mask has tiles.*cu_seqlens.*each document its own call"):
+        Problem(1, 1, 1, 8, 8, mask=documents([0, 3, 8]) & tiles([[1]], 8, 8))

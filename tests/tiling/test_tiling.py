@@ -58,14 +58,6 @@ def test_kernel_shapes(shape: TileShape, lengths: tuple[int, int], mask: Mask) -
     check(Problem(1, 1, 1, *lengths, mask=mask), shape)
 
 
-@pytest.mark.parametrize("shape", KERNEL_SHAPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-def test_kernel_shapes_with_documents(shape: TileShape, causal: bool) -> None:
-    cu_q, cu_k = [0, 0, 64, 200, 200, 513, 600], [0, 130, 130, 256, 300, 600, 640]
-    check(Problem(1, 1, 1, 600, 640, mask=documents(cu_q, cu_k, causal=causal)), shape)
-    check(Problem(1, 1, 1, 600, 600, mask=documents(cu_q, causal=causal) & window(70, None)), shape)
-
-
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 300), (300, 0)])
 def test_zero_lengths(lengths: tuple[int, int]) -> None:
     tiling = tile(Problem(1, 1, 1, *lengths, mask=CAUSAL), TileShape(64, 128))
@@ -109,6 +101,8 @@ def test_errors_say_what_was_wrong() -> None:
             grid(states, Problem(1, 1, 1, 4, 4), TileShape(2, 2))
     with pytest.raises(ValueError, match="a tile must be at least 1x1, got 0x128"):
         TileShape(0, 128)
+    with pytest.raises(ValueError, match=r"documents\(2\) has documents.*Problem.alone\(sequence\)"):
+        tile(Problem(1, 1, 1, 8, 8, mask=documents([0, 3, 8], causal=True)), TileShape(4, 4))
     mask = tiles(np.ones((2, 2)), 96, 128)
     with pytest.raises(ValueError, match="cells of 96x128 must be multiples of the tile 64x128"):
         tile(Problem(1, 1, 1, 192, 256, mask=mask), TileShape(64, 128))

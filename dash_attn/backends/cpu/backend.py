@@ -10,10 +10,11 @@ import torch
 from dash_attn.backends.base import Backward, Forward, Options
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
+from dash_attn.backends.cpu.packed import backward_pack, forward_pack
 from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
-from dash_attn.plan import Plan
+from dash_attn.pack import Pack, Planned
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
@@ -39,18 +40,20 @@ class CpuBackend:
         return f"{code}, float32 products {products}, arithmetic {probe()[:12]}"
 
     def forward(self, problem: Problem) -> Forward:
-        return partial(forward, problem)
+        return partial(forward_pack if problem.is_packed else forward, problem)
 
-    def backward(self, plan: Plan, options: Options) -> Backward:
+    def backward(self, plan: Planned, options: Options) -> Backward:
         config = CpuConfig(**dict(options.kernel))  # type: ignore[arg-type]
-
+        if isinstance(plan, Pack):
+            return partial(backward_pack, plan, config)
         return partial(backward, plan, config)
 
-    def workers(self, plan: Plan) -> int:
+    def workers(self, plan: Planned) -> int:
         return CpuConfig().worker_count(plan)
 
-    def workspace_bytes(self, plan: Plan) -> int:
-        return workspace_bytes(plan, CpuConfig())
+    def workspace_bytes(self, plan: Planned) -> int:
+        plans = plan.plans.values() if isinstance(plan, Pack) else [plan]
+        return max(workspace_bytes(each, CpuConfig()) for each in plans)  # sequences run one after the other
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from dash_attn.backends.cpu.planes import padded
 from dash_attn.backends.cpu.threads import run_jobs, run_threads
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import Job, Scratch, Worker
+from dash_attn.pack import Planned
 from dash_attn.plan import Plan, placement
 
 ORDERS = ("program", "any")
@@ -47,7 +48,7 @@ class CpuConfig:
     def thread_count(self) -> int:
         return torch.get_num_threads() if self.threads is None else self.threads
 
-    def worker_count(self, plan: Plan) -> int:
+    def worker_count(self, plan: Planned) -> int:
         return max(self.thread_count(), plan.co_resident) if self.workers is None else self.workers
 
 

@@ -36,6 +36,13 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     """
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
     lse = torch.empty((problem.batch, problem.heads_q, problem.len_q), dtype=torch.float32, device="cpu")
+    fill(problem, (q, k, v), (out, lse))
+    return out, lse
+
+
+def fill(problem: Problem, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
+    """Write out and lse."""
+    (q, k, v), (out, lse) = operands, results
     mine = [planes(x) for x in (q, k, v)]
     threads = torch.get_num_threads()
     scales = (problem.softmax_scale / math.log(2), 1.0, 1.0)  # exp2 is faster than exp
@@ -51,7 +58,6 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
     longest_first = sorted(_stripes(problem), key=lambda stripe: -len(stripe.visits))
     run_jobs(chain.from_iterable(map(jobs, longest_first)), threads)
-    return out, lse
 
 
 def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:

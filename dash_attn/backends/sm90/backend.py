@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Options
+from dash_attn.pack import Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -18,8 +19,9 @@ from dash_attn.verify import TooFewWorkers
 from . import forwards
 from .config import HEAD_DIMS, KernelConfig, select
 from .launch import Launch
-from .tables import DeviceTables
-from .workspace import Workspace, parts_shape
+from .packed import flat
+from .tables import DeviceTables, PackedTables
+from .workspace import Workspace, kv_sum_shape
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_BATCHES = 32767  # a grid dimension of at most 65,535 holds two CTAs for each batch entry
@@ -53,17 +55,22 @@ class Sm90Backend:
         config_of(problem)  # a problem without a backward is refused before its forward runs
         return forwards.LibraryForward(problem)
 
-    def backward(self, plan: Plan, options: Options) -> Backward:
+    def backward(self, plan: Planned, options: Options) -> Backward:
+        if isinstance(plan, Pack):
+            return flat(plan.problem, pack_launch_of(plan, options, self.device))
         return launch_of(plan, options, self.device)
 
-    def workers(self, plan: Plan) -> int:
+    def workers(self, plan: Planned) -> int:
         return resident_workers(self.device)
 
-    def workspace_bytes(self, plan: Plan) -> int:
+    def workspace_bytes(self, plan: Planned) -> int:
+        if isinstance(plan, Pack):  # every sequence has its own tiles
+            return sum(self.workspace_bytes(plan.plan_of(sequence)) for sequence in plan.sequences)
         problem, g = plan.problem, plan.program.geometry
         cfg, planes = config_of(problem), problem.batch * problem.heads_q
-        parts = parts_shape(replace(cfg, cut=True), planes, problem.len_k) if g.share > 1 else (0,)
-        return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(parts)
+        cut, tiles = replace(cfg, cut=True), -(-problem.len_k // cfg.tile_n)
+        sums = kv_sum_shape(cut, problem.groups, tiles) if g.share > 1 else (0,)
+        return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(sums)
 
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
@@ -76,6 +83,20 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
     cfg = replace(config_of(problem, options), cut=plan.program.geometry.share > 1)
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     return Launch(cfg, DeviceTables.of(plan.program, placed, rows, device), problem.softmax_scale)
+
+
+def pack_launch_of(pack: Pack, options: Options, device: torch.device) -> Launch:
+    """The kernel of a pack, with its tables on the device."""
+    problem, workers = pack.problem, resident_workers(device) - options.sm_margin
+    cfg = config_of(problem, options)
+    made = assemble(problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy)
+    if made.co_resident > workers:
+        raise ValueError(
+            f"sm_margin={options.sm_margin} leaves {workers} SMs: {TooFewWorkers(pack.policy, made.co_resident, workers)}"
+        )
+    sides = problem.mask.left, problem.mask.right
+    cfg = replace(cfg, cut=made.sizes.cut, packed=True)
+    return Launch(cfg, PackedTables.of(made, workers, sides, device), problem.softmax_scale)
 
 
 @lru_cache(None)
@@ -112,7 +133,9 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
             f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
             "batch, or the sequences packed, with cu_seqlens_q and cu_seqlens_k"
         )
-    mask = "full" if problem.mask.is_full else "causal" if problem.mask.is_causal else "interval"
+    kind = replace(problem.mask, documents=None)
+    mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
+    longest = max((sequence.len_k for sequence in problem.sequences), default=0)
     options = Options() if options is None else options
-    cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, problem.len_k)
+    cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, longest)
     return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

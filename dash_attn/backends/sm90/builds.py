@@ -45,6 +45,7 @@ class TraceBuffers:
 
 def trace(launch: Launch, operands: Operands, into: Gradients, warm_up: int = 3) -> npt.NDArray[np.int64]:
     """Run the tracing build `warm_up` times and once more. Returns the events of the last run."""
+    assert isinstance(launch.tables, DeviceTables), "a pack has no tracing build"
     workspace, buffers = Workspace.of(launch.cfg, operands.q), TraceBuffers.of(launch.tables)
     for _ in range(warm_up + 1):
         launch(operands, into, workspace, buffers)
@@ -90,6 +91,7 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     """
     workspace = Workspace.of(launch.cfg, operands.q)
     workspace.dq_sum.zero_()
+    assert isinstance(launch.tables, DeviceTables), "a pack has no debug build"
     buffers = DebugBuffers.of(launch.tables, workspace)
     try:
         launch(operands, into, workspace, buffers)

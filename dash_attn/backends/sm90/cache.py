@@ -67,7 +67,7 @@ class Kernels(NamedTuple):
     prepare: Kernel
     main: Kernel
     finish: Kernel | None  # None if the last contributor finishes dQ
-    add_parts: Kernel | None = None  # None if chains are not cut
+    finish_kv: Kernel | None = None  # None if chains are not cut
 
 
 # ---- where kernels are kept --------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ def build(kind: str, cfg: KernelConfig) -> Kernel:
 
 
 def shared(cfg: KernelConfig) -> KernelConfig:
-    """The config of the kernels before and after the main one. They depend on the tiles only."""
-    return KernelConfig(cfg.columns, cfg.dtype)
+    """The config of the kernels before and after the main one. They depend on the tiles, and on where these lie."""
+    return KernelConfig(cfg.columns, cfg.dtype, cut=cfg.cut, packed=cfg.packed)
 
 
 @functools.cache
@@ -218,6 +218,6 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 @functools.cache
 def kernels(cfg: KernelConfig) -> Kernels:
     """The kernels of a config. A process compiles them at most once, and not at all if the folder has them."""
-    finish = None if cfg.last_finishes else side_kernel("finish", shared(cfg))
-    add_parts = side_kernel("add_parts", replace(shared(cfg), cut=True)) if cfg.cut else None
-    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, add_parts)
+    finish = None if cfg.last_finishes else side_kernel("finish", replace(shared(cfg), cut=False))
+    finish_kv = side_kernel("finish_kv", shared(cfg)) if cfg.cut else None
+    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, finish_kv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from dash_attn.backends.base import Gradients, Operands
 from .alignment import Strides, aligned, fits, maker
 from .cache import kernels
 from .config import KernelConfig
-from .tables import DeviceTables
-from .workspace import Keeper, Workspace, converted, parts_shape
+from .tables import DeviceTables, PackedTables
+from .workspace import Keeper, Workspace, converted
 
 LOG2_E = 1.4426950408889634
 
@@ -35,17 +35,15 @@ class Launch:
     For a small problem the host takes longer than the GPU, so a call does as little as possible.
     """
 
-    def __init__(self, cfg: KernelConfig, tables: DeviceTables, scale: float) -> None:
+    def __init__(self, cfg: KernelConfig, tables: DeviceTables | PackedTables, scale: float) -> None:
         self.cfg, self.tables, self.scale = cfg, tables, scale
-        self.prepare, self.main, self.finish, self.add_parts = kernels(cfg)
-        program = (tables.chains, tables.runs, tables.worker_first, tables.worker_chains, tables.contributors)
-        # The kernel reads the intervals of rows only for mask "interval". Other masks pass contributors in their place.
-        rows = (tables.contributors if row is None else row for row in (tables.row_lo, tables.row_hi))
-        self.program, self.facts = converted((*program, *rows)), (scale, scale * LOG2_E)
-        self.clears, self.special = tables.empty_q_tiles or not cfg.ordered, cfg.trace or cfg.debug
-        self._device = tables.chains.device
+        self.prepare, self.main, self.finish, self.finish_kv = kernels(cfg)
+        self.program, self.facts = converted(tables.program), (scale, scale * LOG2_E, *tables.facts)
+        self.clears = tables.clears_dq or tables.clears_dkv or not cfg.ordered
+        self.special = cfg.trace or cfg.debug
+        self._device = tables.program[0].device
         self._index = self._device.index if self._device.type == "cuda" else None
-        self._workspace = Keeper(cfg)
+        self._workspace = Keeper(cfg, tables.n_q, tables.n_kv)
         # The key has the strides of tensors that need no copy. The value makes new tensors like q, k and v.
         self._makers: dict[tuple[Strides, ...], Callable[[Tensor], Tensor]] = {}
         self._streams: set[int] = set()  # streams that have used the tables
@@ -93,11 +91,6 @@ class Launch:
                 given.copy_(grad)
         return into
 
-    def _parts(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
-        """Room for dV and dK of cut chains."""
-        shape = parts_shape(self.cfg, q.shape[0] * q.shape[2], k.shape[1])
-        return (torch.empty(shape, dtype=torch.float32, device=q.device),)
-
     def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into
@@ -105,32 +98,31 @@ class Launch:
         if stream not in self._streams:
             if self._index is not None:
                 # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
-                self.tables.chains.record_stream(torch.cuda.current_stream(self._device))
+                self.tables.program[0].record_stream(torch.cuda.current_stream(self._device))
             self._streams.add(stream)
-        stats: Any
         if workspace is None:
-            workspace, stats = self._workspace(q, dq, stream)
+            room = self._workspace(q, k, dq, stream)
         else:
-            stats = tuple(workspace)
+            room = self._workspace.room(workspace, k)
         if self.clears:
-            clear(self.cfg, self.tables, dq, workspace)
-        self.prepare((dout, out, lse), stats)
-        parts = self._parts(q, k) if self.cfg.cut else ()
-        facts: tuple[float, ...] = self.facts
-        if parts:
-            stats = (*workspace, *parts)
+            clear(self.cfg, self.tables, into, room.ws)
+        self.prepare((dout, out, lse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
+        stats, facts = room.all, self.facts
         if extra is not None:
-            stats, facts = (*workspace, *parts, *extra.tensors), (*facts, *extra.addresses)
+            stats, facts = (*room.ws, *room.sums, *extra.tensors), (*facts, *extra.addresses)
         self.main((q, dout, k, v, dq, dk, dv), stats, self.program, facts)
         if self.finish is not None:
-            self.finish(workspace.dq_sum, dq, self.scale)
-        if self.add_parts is not None:
-            self.add_parts(*parts, (dv, dk), self.scale)
+            self.finish(room.ws.dq_sum, dq, self.tables.q_tiles, self.scale)
+        if self.finish_kv is not None:
+            self.finish_kv(room.sums[1], (dv, dk), self.tables.kv_tiles, self.scale)
 
 
-def clear(cfg: KernelConfig, tables: DeviceTables, dq: Tensor, ws: Workspace) -> None:
+def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, ws: Workspace) -> None:
     """Fill with zeros what the kernel reads before it has written it, and what it never writes."""
-    if tables.empty_q_tiles:
-        dq.zero_()
-    if not cfg.ordered or (tables.empty_q_tiles and not cfg.last_finishes):
+    if tables.clears_dq:
+        into.dq.zero_()
+    if tables.clears_dkv:
+        into.dk.zero_()
+        into.dv.zero_()
+    if not cfg.ordered or (tables.clears_dq and not cfg.last_finishes):
         ws.dq_sum.zero_()

@@ -1,20 +1,23 @@
-"""A placed Program as int32 tensors on the GPU."""
+"""A placed Program, or a pack of them, as int32 tensors on the GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dash_attn.pack import Assembly
 from dash_attn.program import Program, Sequences
 
 from .config import MOST_TURNS
 
+NO_LIMIT = 1 << 29  # tokens that a window without a limit reaches
 RUN_WORDS = 8  # words of a run on the device: the columns RUN and one zero, so that a row is two 16-byte loads
 
 
@@ -31,9 +34,28 @@ class DeviceTables:
     row_lo: Tensor | None = None  # [Sq] for mask "interval"
     row_hi: Tensor | None = None
 
+    n_q: ClassVar[None] = None  # tiles follow from the lengths of the tensors
+    n_kv: ClassVar[None] = None
+    q_tiles: ClassVar[tuple[()]] = ()
+    kv_tiles: ClassVar[tuple[()]] = ()
+    facts: ClassVar[tuple[()]] = ()
+    clears_dkv: ClassVar[bool] = False
+
     @property
     def workers(self) -> int:
         return self.worker_first.numel() - 1
+
+    @property
+    def clears_dq(self) -> bool:
+        return self.empty_q_tiles
+
+    @property
+    def program(self) -> tuple[Tensor, ...]:
+        """The tables that the main kernel reads."""
+        tables = (self.chains, self.runs, self.worker_first, self.worker_chains, self.contributors)
+        # The kernel reads the intervals of rows only for mask "interval". Other masks pass contributors in their place.
+        rows = (self.contributors if row is None else row for row in (self.row_lo, self.row_hi))
+        return (*tables, *rows)
 
     @staticmethod
     def of(
@@ -47,14 +69,49 @@ class DeviceTables:
         padded = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
         padded[: len(program.runs), : program.runs.shape[1]] = program.runs
         parts = [program.chains, padded, first, placement.chains, program.contributors, *rows]  # all of them int32
-        flat = uploaded(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
-        views = [
-            view.view(part.shape) for view, part in zip(torch.split(flat, [p.size for p in parts]), parts, strict=True)
-        ]
+        views = joined(parts, device)
         chains, runs, worker_first, worker_chains, contributors, *intervals = views
         row_lo, row_hi = intervals or (None, None)
         empty = bool((program.contributors == 0).any())
         return DeviceTables(chains, runs, worker_first, worker_chains, contributors, empty, row_lo, row_hi)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTables:
+    """The tables of a pack that the kernels read: int32, contiguous."""
+
+    program: tuple[Tensor, ...]  # docs, bundles, chains, runs and contributors
+    q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
+    kv_tiles: tuple[Tensor]
+    facts: tuple[int, ...]  # workers, tickets, and how far a query sees before and after its position
+    clears_dq: bool
+    clears_dkv: bool
+
+    @property
+    def n_q(self) -> int:
+        return self.q_tiles[0].shape[0]
+
+    @property
+    def n_kv(self) -> int:
+        return self.kv_tiles[0].shape[0]
+
+    @staticmethod
+    def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
+        """Upload the tables in one copy. `sides` are those of the window; None is no limit."""
+        if pack.contributors.max(initial=0) > MOST_TURNS:
+            raise ValueError(f"{pack.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
+        parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, pack.kv_tiles]
+        *program, q_tiles, kv_tiles = joined(parts, device)
+        left, right = (NO_LIMIT if side is None else min(side, NO_LIMIT) for side in sides)
+        facts = (min(workers, pack.tickets), pack.tickets, left, right)
+        return PackedTables(tuple(program), (q_tiles,), (kv_tiles,), facts, pack.clears_dq, pack.clears_dkv)
+
+
+def joined(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+    """The tables on a device, uploaded in one copy."""
+    flat = uploaded(torch.from_numpy(np.concatenate([part.ravel() for part in parts])), device)
+    views = torch.split(flat, [part.size for part in parts])
+    return [view.view(part.shape) for view, part in zip(views, parts, strict=True)]
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:

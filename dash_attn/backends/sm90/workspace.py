@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .config import KernelConfig
-from .cta import TILE_N
+from .config import KV_COUNTERS, KernelConfig
 
 Size = tuple[Any, ...]
 
@@ -30,12 +29,15 @@ class Workspace(NamedTuple):
     counters: Tensor
 
     @staticmethod
-    def of(cfg: KernelConfig, q: Tensor, dq: Tensor | None = None) -> Workspace:
-        """A new workspace. If `dq` is given and is large enough, all buffers except the sums lie in it."""
+    def of(cfg: KernelConfig, q: Tensor, dq: Tensor | None = None, n_q: int | None = None) -> Workspace:
+        """A new workspace. If `dq` is given and is large enough, all buffers except the sums lie in it.
+
+        A plane has `n_q` q tiles in a pack. Otherwise their number follows from the length of q.
+        """
         batch, seqlen, heads, _ = q.shape
-        planes, n_q = batch * heads, -(-seqlen // cfg.tile_m)
-        sizes = Workspace.floats(cfg, planes, seqlen)
-        if dq is not None and dq.is_contiguous() and lends(cfg, planes, seqlen):
+        planes, n_q = batch * heads, -(-seqlen // cfg.tile_m) if n_q is None else n_q
+        sizes = Workspace.floats(cfg, planes, n_q * cfg.tile_m)
+        if dq is not None and dq.is_contiguous() and not cfg.last_finishes and 2 * sum(sizes[:3]) <= dq.numel():
             room = dq.view(-1).view(torch.float32)[: sum(sizes[:3])]
         else:
             room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
@@ -72,35 +74,61 @@ class Keeper:
     runs after this one, and saves a third of its host time. CUDA graphs are never captured on the default stream.
     """
 
-    def __init__(self, cfg: KernelConfig) -> None:
-        self.cfg = cfg
+    def __init__(self, cfg: KernelConfig, n_q: int | None = None, n_kv: int | None = None) -> None:
+        self.cfg, self.n_q, self.n_kv = cfg, n_q, n_kv  # tiles of a pack
         self._size: Size | None = None  # known from the first call; empty if the workspace is too large to be kept
 
-    def __call__(self, q: Tensor, dq: Tensor, stream: int) -> tuple[Workspace, Any]:
-        """A workspace, and the same tensors converted for the compiled kernels. `stream` is 0 for the default one."""
+    def __call__(self, q: Tensor, k: Tensor, dq: Tensor, stream: int) -> Room:
+        """`stream` is 0 for the default one."""
         size = self._size
         if size is None:
-            size = self._size = self._size_of(q)
+            size = self._size = self._size_of(q, k)
         if stream or not size:
-            ws = Workspace.of(self.cfg, q, dq)
-            return ws, tuple(ws)
+            return self.room(Workspace.of(self.cfg, q, dq, self.n_q), k)
         kept = _kept.on.get(size[0])
         if kept is None or kept[0] != size:
-            ws = Workspace.of(self.cfg, q)
-            kept = _kept.on[size[0]] = size, (ws, converted(tuple(ws)))
+            room = self.room(Workspace.of(self.cfg, q, n_q=self.n_q), k)
+            kept = _kept.on[size[0]] = size, Room(room.ws, room.sums, *map(converted, room[2:]))
         return kept[1]
 
-    def _size_of(self, q: Tensor) -> Size:
+    def room(self, ws: Workspace, k: Tensor) -> Room:
+        """A workspace, with sums of dV and dK if chains are cut."""
+        sums = kv_sums(self.cfg, k, self.n_kv)
+        return Room(ws, sums, tuple(ws), (*ws, *sums))
+
+    def _size_of(self, q: Tensor, k: Tensor) -> Size:
         """The device, and all that the shapes of a workspace follow from."""
-        batch, seqlen, heads, _ = q.shape
-        if not keeps(self.cfg, batch * heads, seqlen):
+        cfg, (batch, seqlen, heads, _) = self.cfg, q.shape
+        if not keeps(cfg, batch * heads, seqlen):
             return ()
-        return q.device.index, self.cfg.tile_m, self.cfg.columns, self.cfg.counters, batch * heads, seqlen
+        tiles = (cfg.tile_m, cfg.columns, cfg.counters, cfg.cut, cfg.packed, self.n_q, self.n_kv)
+        return q.device.index, *tiles, batch * heads, seqlen, k.shape[:3] if cfg.cut else ()
 
 
-def parts_shape(cfg: KernelConfig, planes: int, len_k: int) -> tuple[int, int, int, int]:
-    """fp32 dV and dK of cut chains: a part for each q head."""
-    return planes, -(-len_k // TILE_N), cfg.chain_entries, 2 * cfg.half_floats
+class Room(NamedTuple):
+    """All buffers of a call, and tuples of them that the kernels before and in the middle take."""
+
+    ws: Workspace
+    sums: tuple[Tensor, ...]  # `words` of cut chains and of packs, then the sums of dV and dK of cut chains
+    stats: Any
+    all: Any
+
+
+def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> tuple[Tensor, ...]:
+    """`words` of cut chains and of packs, then the sums of dV and dK of cut chains."""
+    if not cfg.cut and not cfg.packed:
+        return ()
+    planes, tiles = k.shape[0] * k.shape[2], -(-k.shape[1] // cfg.tile_n) if n_kv is None else n_kv
+    count = KV_COUNTERS + (2 * planes * tiles * cfg.chain_entries if cfg.cut else 0)
+    words = torch.empty(count, dtype=torch.int32, device=k.device)
+    if not cfg.cut:
+        return (words,)
+    return words, torch.empty(kv_sum_shape(cfg, planes, tiles), dtype=torch.float32, device=k.device)
+
+
+def kv_sum_shape(cfg: KernelConfig, planes: int, n_kv: int) -> tuple[int, int, int, int]:
+    """fp32 sums of dV and dK over the q heads of a group."""
+    return planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats
 
 
 def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
@@ -119,7 +147,7 @@ class _Kept(threading.local):
     """The last workspace on each device. Each thread has its own, because launches of two threads may alternate."""
 
     def __init__(self) -> None:
-        self.on: dict[int, tuple[Size, tuple[Workspace, Any]]] = {}
+        self.on: dict[int, tuple[Size, Room]] = {}
 
 
 _kept = _Kept()

@@ -6,7 +6,7 @@ import torch
 
 from dash_attn.backends import Backend, backend_for
 from dash_attn.backends.sm90.backend import Sm90Backend
-from dash_attn.plan import Plan
+from dash_attn.pack import Planned
 from dash_attn.problem import Problem
 from dash_attn.tools.cli.workload import SMS
 
@@ -25,7 +25,7 @@ class AbsentSm90(Sm90Backend):
     def software(self) -> str:
         return UNKNOWN
 
-    def workers(self, plan: Plan) -> int:
+    def workers(self, plan: Planned) -> int:
         return SMS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from dash_attn.pack import Pack
 from dash_attn.simulate import Paper, lower_bounds, simulate
 from dash_attn.tools.cli.app import Json, command, emit
 from dash_attn.tools.cli.tables import console, fact_table, working
@@ -58,15 +59,15 @@ def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict
     said = explanation(prepared)
     if UNKNOWN in (said.forward, said.software):
         said = replace(said, identity=UNKNOWN)
-    program, count = prepared.plan.program, workers or said.workers
-    facts = asdict(said) | {
-        "tile": str(said.tile),
-        "workers": count,
-        "chains": len(program.chains),
-        "runs": len(program.runs),
-        "program_bytes": program.nbytes,
-    }
-    placement = prepared.plan.verified.on(count).placement
+    planned, count = prepared.plan, workers or said.workers
+    facts = asdict(said) | {"workers": count}
+    if isinstance(planned, Pack):  # several programs, and no model of how they share a GPU
+        if count < planned.co_resident:
+            raise ValueError(f"--workers {count}: the orders of these documents need {planned.co_resident}")
+        return facts
+    program = planned.program
+    facts |= {"chains": len(program.chains), "runs": len(program.runs), "program_bytes": program.nbytes}
+    placement = planned.verified.on(count).placement
     if backend.name == "sm90":
         result = simulate(program, count, h200_of(problem), placement=placement, record=False)
         facts |= {"makespan_us": result.makespan, "gap": result.gap}

@@ -132,7 +132,7 @@ class Workload:
         if self.problem.seqlen is not None:
             if asked != (None, None):
                 raise ValueError("--seqlen and --q-tiles or --kv-tiles: give a length or a number of tiles, not both")
-            problem = self.problem.problem()
+            problem = self._sequence(self.problem.problem())
             return tile(problem, backend_named(self.problem.backend).tile_shape(problem))
         q_tiles = TILES if asked[0] is None else asked[0]
         kv_tiles = q_tiles if asked[1] is None else asked[1]
@@ -140,7 +140,15 @@ class Workload:
             raise ValueError(f"--q-tiles and --kv-tiles must be at least 1, got {q_tiles} and {kv_tiles}")
         # Twice the least common length makes a diagonal tile partial, as it is in a real problem.
         length = 2 * lcm(q_tiles, kv_tiles)
-        return tile(self.problem.problem(length), TileShape(length // q_tiles, length // kv_tiles))
+        return tile(self._sequence(self.problem.problem(length)), TileShape(length // q_tiles, length // kv_tiles))
+
+    def _sequence(self, problem: Problem) -> Problem:
+        if problem.is_packed:
+            raise ValueError(
+                f"--mask {self.problem.mask}: each document has a program of its own, and this command takes one: give "
+                "--mask full or causal and the length of one document. 'dash-attn explain' takes all of them"
+            )
+        return problem
 
     def program(self, policy: str) -> Program:
         return compose(self.tiling(), policy)

@@ -12,7 +12,7 @@ from dash_attn.backends import Gradients, Options
 from dash_attn.backends.sm90 import builds
 from dash_attn.backends.sm90.config import TRACE
 from dash_attn.backends.sm90.launch import Launch
-from dash_attn.plan import placement
+from dash_attn.plan import Plan, placement
 from dash_attn.prepare import prepare
 from dash_attn.problem import Problem
 from dash_attn.tools.bench.operands import draw_operands
@@ -24,6 +24,10 @@ REPEATS = 7
 
 def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trace:
     """Random inputs through the kernel with tracing, and without it for the times and for the bits."""
+    if problem.is_packed:
+        raise ValueError(
+            f"a trace shows one program, and mask {problem.mask} has one for each document: trace one of them"
+        )
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(problem, policy, Options(), device)
     operands = draw_operands(problem, device, seed)
@@ -37,6 +41,7 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     if kernels := kernel_shares(call, device):
         us |= {"main": us["call"] * kernels[0], "side": us["call"] * sum(kernels[1:])}
     planned = prepared.plan
+    assert isinstance(planned, Plan)
     facts = {
         "problem": {name: value for name, value in asdict(problem).items() if isinstance(value, int | float | str)},
         "policy": planned.program.policy,

@@ -10,8 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.plan import Plan
+from dash_attn.pack import Pack, Planned
+from dash_attn.plan import plan
 from dash_attn.problem import Problem
+from dash_attn.tiling import TileShape
 from dash_attn.tools.bench.operands import draw_operands
 
 CPU = torch.device("cpu")
@@ -32,7 +34,12 @@ def by_torch(problem: Problem, given: Operands) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.transpose(1, 2), leaves, given.dout)
 
 
-def run(planned: Plan, given: Operands, *, workers: int | None = None, **config: object) -> Gradients:
+def ordered(problem: Problem, shape: TileShape, policy: str = "auto") -> Planned:
+    """The plan of a problem, or of each of its documents, with tiles of any shape."""
+    return Pack(problem, lambda _: shape, policy) if problem.is_packed else plan(problem, shape, policy)
+
+
+def run(planned: Planned, given: Operands, *, workers: int | None = None, **config: object) -> Gradients:
     """The backward of a plan, into tensors full of NaN, on at least `workers` workers. Tests choose the tile shape,
     which `prepare` does not let them."""
     into = Gradients(*(torch.full_like(x, math.nan) for x in given[1:4]))

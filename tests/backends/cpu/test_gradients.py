@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn.order import POLICIES, applicable
-from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.operands import exact
-from tests.backends.cpu.reference import DTYPES, by_torch, difference, error, operands, run
+from tests.backends.cpu.reference import DTYPES, by_torch, difference, error, operands, ordered, run
 from tests.strategies import examples, problems, shapes, tile_masks
 
 # The root of the mean square error may be FACTOR times torch's. It may be larger by ROUNDINGS roundings of a number of
@@ -48,7 +47,7 @@ MASKS: list[tuple[Mask, int, int]] = [
 
 def check(problem: Problem, shape: TileShape, policy: str = "auto", roundings: float = ROUNDINGS) -> None:
     given_ = operands(problem)
-    got = run(plan(problem, shape, policy), given_, threads=2)
+    got = run(ordered(problem, shape, policy), given_, threads=2)
     expected, theirs = exact(problem, *given_[:4]).gradients, by_torch(problem, given_)
     unit = torch.finfo(DTYPES[problem.dtype]).eps
     for name, mine, their, want in zip(("dq", "dk", "dv"), got, theirs, expected, strict=True):
@@ -89,8 +88,18 @@ def test_large_scores() -> None:
     """Masked scores far above the row's lse must not overflow into the sums."""
     problem = Problem(1, 1, 1, 64, 64, 16, "float32", 500.0, CAUSAL)
     given_ = operands(problem)
-    got = run(plan(problem, TileShape(32, 32)), given_)
+    got = run(ordered(problem, TileShape(32, 32)), given_)
     assert all(x.isfinite().all() for x in got)
+
+
+@given(problems(packed=True), shapes, st.sampled_from(sorted(DTYPES)), st.data())
+@examples(40)
+def test_any_pack(problem: Problem, shape: TileShape, dtype: str, data: st.DataObject) -> None:
+    problem = replace(problem, dim=8, dtype=dtype)
+    policy = data.draw(st.sampled_from(["auto", "fa3", "spt", "search", "descending@head"]))
+    check(problem, shape, policy, FEW)
+    given_, planned = operands(problem), ordered(problem, shape, policy)
+    assert not difference(run(planned, given_, threads=1), run(planned, given_, workers=3, threads=3, jitter=1e-4))
 
 
 @given(problems(), shapes, st.sampled_from(sorted(DTYPES)), st.data())
@@ -102,5 +111,5 @@ def test_any_problem(problem: Problem, shape: TileShape, dtype: str, data: st.Da
     problem = replace(problem, dim=8, dtype=dtype, mask=mask)
     policy = data.draw(st.sampled_from(["auto", *applicable(tile(problem, shape))]))
     check(problem, shape, policy, FEW)
-    given_, planned = operands(problem), plan(problem, shape, policy)
+    given_, planned = operands(problem), ordered(problem, shape, policy)
     assert not difference(run(planned, given_, threads=1), run(planned, given_, workers=3, threads=3, jitter=1e-4))

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Operands
+from dash_attn.backends import Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.backends.cpu.forward import forward
 from dash_attn.backends.cpu.worker import Worker
 from dash_attn.plan import plan
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tiling import TileShape
 from dash_attn.tools.bench.operands import draw
@@ -31,9 +31,9 @@ PLAN = plan(PROBLEM, TileShape(16, 16))
 
 def step(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, policy: str = "auto") -> list[Tensor]:
     """out, lse, dq, dk and dv."""
-    out, lse = forward(problem, q, k, v)
-    planned = plan(problem, CpuBackend().tile_shape(problem), policy)
-    return [out, lse, *run(planned, Operands(dout, q, k, v, out, lse))]
+    prepared = prepare(problem, policy, Options(), CPU)
+    out, lse = prepared.forward(q, k, v)
+    return [out, lse, *run(prepared.plan, Operands(dout, q, k, v, out, lse))]
 
 
 def unequal(some: list[Tensor], others: list[Tensor]) -> list[str]:

@@ -73,6 +73,7 @@ class Facts(NamedTuple):
     seqlen_k: Int32
     group: Int32  # q heads of a kv head
     heads_q: Int32
+    heads_kv: Int32
     tickets: Any = ()  # of a pack: bundles of all sequences and panels
     left: Any = ()  # of a pack with mask "interval": how far a query sees before and after its position
     right: Any = ()

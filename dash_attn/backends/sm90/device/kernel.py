@@ -69,7 +69,7 @@ class BackwardSm90:
             events=extra[0] if cfg.trace else (),
         )
         group = q.shape[2] // k.shape[2]
-        facts = Facts(scale, scale_log2, q.shape[0], k.shape[0], group, q.shape[2], tickets, left, right)
+        facts = Facts(scale, scale_log2, q.shape[0], k.shape[0], group, q.shape[2], k.shape[2], tickets, left, right)
         # A cooperative launch fails unless all workers are resident at once, so no turn waits for an absent worker.
         self.kernel(streams, tables, facts).launch(
             grid=[workers, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, cooperative=True

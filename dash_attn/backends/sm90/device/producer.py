@@ -38,7 +38,8 @@ from .tasks import (
 
 
 class ChainPlace(NamedTuple):
-    """A chain as the producer names it: its row in the table, its panel, and its batch entry or sequence of a pack."""
+    """A chain as the producer names it: its row in the table, its kv head (its first q head if chains are cut), and its
+    batch entry or sequence of a pack."""
 
     chain: Any
     panel: Any
@@ -77,6 +78,10 @@ class Producer:
             ticket = ticket - doc_word(cta, doc, Doc.TICKET)
             panel = ticket // doc_word(cta, doc, Doc.BUNDLES)
             bundle = doc_word(cta, doc, Doc.BUNDLE) + ticket - panel * doc_word(cta, doc, Doc.BUNDLES)
+            if const_expr(cta.cfg.cut):
+                # The first q head of each group, then the second of each: q heads of one group would end their chains
+                # at the same time, and wait for their turns at dK and dV.
+                panel = (panel % cta.facts.heads_kv) * cta.facts.group + panel // cta.facts.heads_kv
             chain, end = tables.bundles[bundle, 0], tables.bundles[bundle, 0] + tables.bundles[bundle, 1]
             while chain < end:
                 task = self.walk(i, task, ChainPlace(chain, panel, doc))
@@ -122,8 +127,8 @@ class Producer:
             self.load_kv(i, place, runs)
         begins = Int32(BEGINS)
         while runs > 0:
-            heads = 1 if cta.cfg.cut else cta.facts.group  # of a chain
-            head = place.panel * heads + run_word(cta, run, Run.HEAD)
+            first = place.panel if const_expr(cta.cfg.cut) else place.panel * cta.facts.group
+            head = first + run_word(cta, run, Run.HEAD)
             q_tile, q_step = run_word(cta, run, Run.FIRST_Q), run_word(cta, run, Run.STEP)
             left = run_word(cta, run, Run.COUNT)
             turn, turn_step = run_word(cta, run, Run.TURN), run_word(cta, run, Run.TURN_STEP)

@@ -1,0 +1,94 @@
+"""assemble: the tables of a pack, for a kernel whose workers draw tickets. They are made of templates."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dash_attn.jit import compiled
+from dash_attn.pack.checks import check
+from dash_attn.pack.tables import Assembly, Doc, PackedChain, Sizes
+from dash_attn.pack.templates import Fact, Family, Template, templates
+from dash_attn.problem import Problem
+from dash_attn.program.program import MOST, Int32, Longs
+from dash_attn.tiling import TileShape
+
+
+def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assembly:
+    """The checked tables of all sequences of a problem, each ordered by itself."""
+    family = Family.of(problem, shape, policy)
+    table, known = problem.sequence_table, templates(family)
+    numbers: dict[int, int] = {}  # of the templates of this pack
+    template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]
+    used = [known.of(code) for code in numbers]
+    facts = np.array([each.facts for each in used], np.int64)
+    rows = problem.batch * problem.len_q, problem.batch * problem.len_k
+    sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut=bool((facts[:, Fact.SHARE] > 1).any()))
+    if max(rows) > MOST or problem.heads_q * int(facts[:, Fact.BUNDLES].max()) * len(table) > MOST:
+        raise ValueError(f"{rows[0]} queries and {rows[1]} keys in a pack are more than its tables can number")
+    docs, q_tiles, kv_tiles, tickets = _instances(
+        table, np.array(template_of), facts, (problem.heads_kv, shape.m, shape.n), len(Doc)
+    )
+    made = Assembly(
+        sizes,
+        docs,
+        *_joined(used, facts),
+        q_tiles,
+        kv_tiles,
+        tickets,
+        int(facts[:, Fact.CO_RESIDENT].max()),
+        bool(facts[:, Fact.BLIND].any()),
+        bool(((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()),
+    )
+    check(made)
+    return made
+
+
+@compiled
+def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-untyped-def]
+    """The tables `docs`, `q_tiles` and `kv_tiles`, and the number of tickets. Sequences with most tasks come first."""
+    heads_kv, m, n = sizes
+    first_bundle, first_contributors = np.zeros(len(facts), np.int64), np.zeros(len(facts), np.int64)
+    for t in range(1, len(facts)):
+        first_bundle[t] = first_bundle[t - 1] + facts[t - 1, Fact.BUNDLES]
+        first_contributors[t] = first_contributors[t - 1] + facts[t - 1, Fact.Q_TILES]
+    total_q, total_kv = 0, 0
+    for s in range(len(table)):
+        total_q += (table[s, 2] + m - 1) // m
+        total_kv += (table[s, 3] + n - 1) // n
+    docs = np.empty((len(table), width), np.int32)
+    q_tiles, kv_tiles = np.empty((total_q, 2), np.int32), np.empty((total_kv, 2), np.int32)
+    ticket, q_tile, kv_tile = 0, 0, 0
+    launch = np.argsort(-facts[template_of, Fact.TASKS], kind="mergesort")  # stable
+    for d in range(len(launch)):
+        s = launch[d]
+        t, doc = template_of[s], docs[d]
+        q_row, k_row, len_q, len_k = table[s]
+        doc[Doc.TICKET], doc[Doc.Q_TILE], doc[Doc.KV_TILE] = ticket, q_tile, kv_tile
+        doc[Doc.Q_ROW], doc[Doc.K_ROW], doc[Doc.Q_ROWS], doc[Doc.K_ROWS] = q_row, k_row, len_q, len_k
+        doc[Doc.BUNDLE], doc[Doc.BUNDLES] = first_bundle[t], facts[t, Fact.BUNDLES]
+        doc[Doc.CONTRIBUTORS] = first_contributors[t]
+        doc[Doc.PANELS] = heads_kv * max(1, facts[t, Fact.SHARE])
+        ticket += doc[Doc.PANELS] * facts[t, Fact.BUNDLES]
+        for row in range(0, len_q, m):
+            q_tiles[q_tile, 0], q_tiles[q_tile, 1] = q_row + row, min(m, len_q - row)
+            q_tile += 1
+        for row in range(0, len_k, n):
+            kv_tiles[kv_tile, 0], kv_tiles[kv_tile, 1] = k_row + row, min(n, len_k - row)
+            kv_tile += 1
+    return docs, q_tiles, kv_tiles, ticket
+
+
+def _before(counts: Longs) -> Longs:
+    """The sum of all counts before each."""
+    before: Longs = counts.cumsum() - counts
+    return before
+
+
+def _joined(used: list[Template], facts: Longs) -> tuple[Int32, Int32, Int32, Int32]:
+    """The tables of the templates, one after the other: bundles, chains, runs, contributors."""
+    bundles = np.concatenate([each.bundles for each in used])
+    chains = np.concatenate([each.chains for each in used])
+    bundles[:, 0] += np.repeat(_before(facts[:, Fact.CHAINS]), facts[:, Fact.BUNDLES]).astype(np.int32)
+    chains[:, PackedChain.FIRST_RUN] += np.repeat(_before(facts[:, Fact.RUNS]), facts[:, Fact.CHAINS]).astype(np.int32)
+    runs, contributors = (np.concatenate([getattr(t, name) for t in used]) for name in ("runs", "contributors"))
+    return bundles, chains, runs, contributors

@@ -1,0 +1,186 @@
+"""check: the sequences of a pack are disjoint and complete, and each fits its template."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from dash_attn.jit import compiled
+from dash_attn.pack.tables import Assembly, Doc, PackedChain
+from dash_attn.program import Run
+
+
+class AssemblyError(ValueError):
+    """Tables of a pack that must not run."""
+
+
+class Fault(IntEnum):
+    """What is wrong with the tables."""
+
+    NONE = 0
+    NEGATIVE = 1
+    TICKETS = 2
+    IDLE = 3
+    TILE_NUMBERS = 4
+    TILES = 5
+    TILE_ROWS = 6
+    ROWS = 7
+    BUNDLES = 8
+    CHAINS = 9
+    KV_TILES = 10
+    RUNS = 11
+    CONTRIBUTORS = 12
+    TASKS = 13
+    PANELS = 14
+
+
+SAID = {
+    Fault.NEGATIVE: "a number of the sequence is negative",
+    Fault.TICKETS: "its tickets do not follow those of the sequence before",
+    Fault.IDLE: "a sequence has tickets exactly if it has queries and keys",
+    Fault.TILE_NUMBERS: "its tiles do not follow those of the sequence before",
+    Fault.TILES: "tiles are missing, or too many",
+    Fault.TILE_ROWS: "a tile is not cut from the rows of the sequence",
+    Fault.ROWS: "a row is in two sequences, or in none",
+    Fault.BUNDLES: "its bundles are outside their table, or leave chains out",
+    Fault.CHAINS: "its template has not one chain for each of its kv tiles",
+    Fault.KV_TILES: "its template has a kv tile twice, or one that the sequence has not",
+    Fault.RUNS: "its template has runs outside their table, or outside the q tiles and heads of the sequence",
+    Fault.CONTRIBUTORS: "its contributors are outside their table",
+    Fault.PANELS: "its panels are neither kv heads nor q heads",
+    Fault.TASKS: "its tasks are not the contributions that its dQ tiles wait for",
+}
+
+
+def check(assembly: Assembly) -> None:
+    """AssemblyError says what is wrong, and with which row of `docs`.
+
+    The order inside a template is verified when the template is made. Here every row of q and of k is in one sequence,
+    the tiles of a sequence are cut from its own rows, tickets have no gap, and each template fits its sequences.
+    """
+    sizes, docs = assembly.sizes, assembly.docs
+    shape = sizes.shape.m, sizes.shape.n
+    heads = sizes.heads_q, sizes.heads_kv
+    fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads, assembly.tickets))
+    if fault == Fault.NONE:
+        columns = ((Doc.Q_ROW, Doc.Q_ROWS, sizes.rows_q), (Doc.K_ROW, Doc.K_ROWS, sizes.rows_k))
+        for first, count, rows in columns:
+            if not _covers(docs[:, first], docs[:, count], rows):
+                raise AssemblyError(f"the tables of the pack are wrong: {SAID[Fault.ROWS]}, of {first.name[0].lower()}")
+        tables = assembly.bundles, assembly.chains, assembly.runs, assembly.contributors
+        fault, row = _template_fault(docs, *tables, (*shape, sizes.heads_q))
+    if fault != Fault.NONE:
+        raise AssemblyError(f"the tables of the pack are wrong, sequence {row} of `docs`: {SAID[Fault(int(fault))]}")
+
+
+@compiled
+def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-def]
+    """The first fault of rows, tiles and tickets, and its row of `docs`."""
+    m, n, heads_q, heads_kv, tickets = sizes
+    ticket, q_tile, kv_tile = 0, 0, 0
+    for d in range(len(docs)):
+        doc = docs[d]
+        if doc.min() < 0:
+            return Fault.NEGATIVE, d
+        if doc[Doc.TICKET] != ticket:
+            return Fault.TICKETS, d
+        if (doc[Doc.BUNDLES] > 0) != (doc[Doc.Q_ROWS] > 0 and doc[Doc.K_ROWS] > 0):
+            return Fault.IDLE, d
+        if doc[Doc.Q_TILE] != q_tile or doc[Doc.KV_TILE] != kv_tile:
+            return Fault.TILE_NUMBERS, d
+        if doc[Doc.PANELS] != heads_q and doc[Doc.PANELS] != heads_kv:
+            return Fault.PANELS, d
+        ticket += doc[Doc.PANELS] * doc[Doc.BUNDLES]
+        for row in range(0, doc[Doc.Q_ROWS], m):
+            if q_tile >= len(q_tiles):
+                return Fault.TILES, d
+            if q_tiles[q_tile, 0] != doc[Doc.Q_ROW] + row or q_tiles[q_tile, 1] != min(m, doc[Doc.Q_ROWS] - row):
+                return Fault.TILE_ROWS, d
+            q_tile += 1
+        for row in range(0, doc[Doc.K_ROWS], n):
+            if kv_tile >= len(kv_tiles):
+                return Fault.TILES, d
+            if kv_tiles[kv_tile, 0] != doc[Doc.K_ROW] + row or kv_tiles[kv_tile, 1] != min(n, doc[Doc.K_ROWS] - row):
+                return Fault.TILE_ROWS, d
+            kv_tile += 1
+    if q_tile != len(q_tiles) or kv_tile != len(kv_tiles):
+        return Fault.TILES, len(docs) - 1
+    if ticket != tickets:
+        return Fault.TICKETS, len(docs) - 1
+    return Fault.NONE, 0
+
+
+@compiled
+def _covers(first, count, rows):  # type: ignore[no-untyped-def]
+    """Every row is in one sequence."""
+    reached = 0
+    for d in np.argsort(first):
+        if count[d] > 0:
+            if first[d] != reached:
+                return False
+            reached += count[d]
+    return reached == rows
+
+
+@compiled
+def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: ignore[no-untyped-def]
+    """The first sequence that does not fit its template, and what is wrong with it."""
+    m, n, heads_q = sizes
+    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: a second sequence of a shape is as right
+    seen = np.full(len(chains) + 1, -1, np.int64)
+    for d in range(len(docs)):
+        doc = docs[d]
+        num_q, num_kv = (doc[Doc.Q_ROWS] + m - 1) // m, (doc[Doc.K_ROWS] + n - 1) // n
+        begin, count, first = doc[Doc.BUNDLE], doc[Doc.BUNDLES], doc[Doc.CONTRIBUTORS]
+        if begin + count > len(bundles):
+            return Fault.BUNDLES, d
+        if first + num_q > len(contributors):
+            return Fault.CONTRIBUTORS, d
+        heads = heads_q // doc[Doc.PANELS]
+        known = checked[begin]
+        same = known[0] == count and known[1] == first and known[2] == num_q and known[3] == num_kv
+        if count > 0 and same and known[4] == heads:
+            continue
+        change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks, from q tile to q tile
+        chain, of_doc = -1, 0
+        for b in range(begin, begin + count):
+            if b == begin:
+                chain = bundles[b, 0]
+            if bundles[b, 0] != chain or chain < 0 or bundles[b, 1] < 1 or chain + bundles[b, 1] > len(chains):
+                return Fault.BUNDLES, d
+            for c in range(chain, chain + bundles[b, 1]):
+                kv = chains[c, PackedChain.KV_TILE]
+                if kv < 0 or kv >= num_kv or seen[kv] == d:
+                    return Fault.KV_TILES, d
+                seen[kv] = d
+                run, end = chains[c, PackedChain.FIRST_RUN], chains[c, PackedChain.NUM_RUNS]
+                end += run
+                if run < 0 or end < run or end > len(runs):
+                    return Fault.RUNS, d
+                for r in range(run, end):
+                    head, low = runs[r, Run.HEAD], runs[r, Run.FIRST_Q]
+                    step, length = runs[r, Run.STEP], runs[r, Run.COUNT]
+                    high = low + step * (length - 1)
+                    if min(low, high) < 0 or max(low, high) >= num_q or length < 1 or head < 0 or head >= heads:
+                        return Fault.RUNS, d
+                    if abs(step) == 1:
+                        change[head, min(low, high)] += 1
+                        change[head, max(low, high) + 1] -= 1
+                        continue
+                    for i in range(length):
+                        change[head, low + i * step] += 1
+                        change[head, low + i * step + 1] -= 1
+                of_doc += 1
+            chain += bundles[b, 1]
+        if count > 0 and of_doc != num_kv:
+            return Fault.CHAINS, d
+        for head in range(heads):
+            tasks = 0
+            for q in range(num_q):
+                tasks += change[head, q]
+                if tasks != contributors[first + q]:
+                    return Fault.TASKS, d
+        if count > 0:
+            known[0], known[1], known[2], known[3], known[4] = count, first, num_q, num_kv, heads
+    return Fault.NONE, 0

@@ -1,0 +1,92 @@
+"""The tables of a pack: which sequence has which rows, tiles, tickets and order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dash_attn.program.program import Int32
+from dash_attn.tiling import TileShape
+
+
+class Doc(IntEnum):
+    """Columns of the table `docs`: one row for each sequence.
+
+    TICKET           its first ticket. It has PANELS * BUNDLES of them. Ticket t of the sequence is bundle t % BUNDLES
+                     of panel t // BUNDLES
+    Q_ROW, K_ROW     its first row in the tensors flattened over the batch
+    Q_ROWS, K_ROWS   its lengths
+    Q_TILE, KV_TILE  its first row of `q_tiles` and of `kv_tiles`
+    BUNDLE, BUNDLES  its template's rows of `bundles`
+    CONTRIBUTORS     its template's first row of `contributors`
+    PANELS           its kv heads, or its q heads where its chains are cut
+    """
+
+    TICKET = 0
+    Q_ROW = 1
+    K_ROW = 2
+    Q_ROWS = 3
+    K_ROWS = 4
+    Q_TILE = 5
+    KV_TILE = 6
+    BUNDLE = 7
+    BUNDLES = 8
+    CONTRIBUTORS = 9
+    PANELS = 10
+
+
+class PackedChain(IntEnum):
+    """Columns of the table `chains`."""
+
+    KV_TILE = 0
+    FIRST_RUN = 1
+    NUM_RUNS = 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of a pack that its tables do not hold.
+
+    shape           the tile of every sequence
+    heads_q, heads_kv
+    rows_q, rows_k  rows of the flattened tensors
+    cut             chains of some sequences are cut by q head: their dK and dV are summed
+    """
+
+    shape: TileShape
+    heads_q: int
+    heads_kv: int
+    rows_q: int
+    rows_k: int
+    cut: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """All sequences of a pack as int32 tables. Rows of a template count tiles from the sequence's first tile.
+
+    docs          one row a sequence (columns Doc), most tasks first: the launch order
+    bundles       first chain and number of chains
+    chains        columns PackedChain; a chain without runs stands here too, because it writes zeros
+    runs          columns Run, and a zero
+    contributors  contributions to the dQ tile of each q tile of a template
+    q_tiles       first row in the flattened tensor and number of rows, in launch order. Every sequence begins a tile
+    kv_tiles      the same for keys
+    tickets       of all sequences. A sequence without queries or without keys has none
+    co_resident   workers that the templates need at once
+    clears_dq     some rows of dQ are written by no task: no query there sees a key
+    clears_dkv    some rows of dK and dV are written by no chain: their sequence has no queries
+    """
+
+    sizes: Sizes
+    docs: Int32
+    bundles: Int32
+    chains: Int32
+    runs: Int32
+    contributors: Int32
+    q_tiles: Int32
+    kv_tiles: Int32
+    tickets: int
+    co_resident: int
+    clears_dq: bool
+    clears_dkv: bool

@@ -1,0 +1,173 @@
+"""Templates: the verified order of one kv head of one sequence. Sequences of one shape share a template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+
+from dash_attn.plan import plan
+from dash_attn.problem import Mask, Problem
+from dash_attn.program import RUN, Chain, Program
+from dash_attn.program.program import Int32, Longs, frozen
+from dash_attn.tiling import TileShape
+
+KEPT_BYTES = 64 * 2**20  # of the templates of one family that stay known
+FAMILIES = 8  # families that stay known
+BITS = 32  # of a length in a code
+RUN_WIDTH = len(RUN) + 1  # a run and a zero: 32 bytes, which a GPU loads at once
+
+
+class Fact(IntEnum):
+    """Numbers of a template.
+
+    BUNDLES, CHAINS, RUNS, Q_TILES  rows of its tables
+    TASKS                           tasks of one panel
+    CO_RESIDENT                     workers that it needs at once
+    SHARE                           panels with the same keys and values; more than one means that chains are cut. A
+                                    template without tasks has 0, because it fits any
+    BLIND                           q tiles that see no key
+    """
+
+    BUNDLES = 0
+    CHAINS = 1
+    RUNS = 2
+    Q_TILES = 3
+    TASKS = 4
+    CO_RESIDENT = 5
+    SHARE = 6
+    BLIND = 7
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """The order of one panel, counted from its own first row of each table.
+
+    bundles       first chain and number of chains, in launch order
+    chains        kv tile, first run and number of runs; the chains of a bundle are neighbours
+    runs          the columns RUN, and a zero
+    contributors  contributions to the dQ tile of each q tile
+    """
+
+    bundles: Int32
+    chains: Int32
+    runs: Int32
+    contributors: Int32
+    facts: tuple[int, ...]  # columns Fact
+
+    @property
+    def nbytes(self) -> int:
+        return self.bundles.nbytes + self.chains.nbytes + self.runs.nbytes + self.contributors.nbytes
+
+    @staticmethod
+    def of(program: Program, co_resident: int) -> Template:
+        """The first panel of a program of one kv head. All panels must be ordered alike."""
+        g = program.geometry
+        orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
+        if not (orders == orders[:1]).all():
+            raise ValueError(
+                f"policy {program.policy!r} orders the query heads of a group in different ways, which a pack does "
+                "not take: choose another policy"
+            )
+        panel = program.chains[program.launch, Chain.KV_HEAD]
+        chains = program.chains[program.launch[panel == 0]][:, Chain.KV_TILE :]
+        sizes = np.diff(program.bundle_first)[panel[program.bundle_first[:-1]] == 0]
+        runs = np.zeros((len(program.runs), RUN_WIDTH), np.int32)
+        runs[:, : len(RUN)] = program.runs
+        tasks, blind = program.num_tasks // g.num_groups, int((program.contributors == 0).sum())
+        facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind)
+        bundles = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1).astype(np.int32)
+        return Template(frozen(bundles), frozen(chains), frozen(runs), program.contributors, facts)
+
+    @staticmethod
+    def idle(q_tiles: int) -> Template:
+        """A sequence without queries or without keys has nothing to do."""
+        empty = np.zeros((0, RUN_WIDTH), np.int32)
+        contributors = frozen(np.zeros(q_tiles, np.int32))
+        return Template(empty[:, :2], empty[:, :3], empty, contributors, (0, 0, 0, q_tiles, 0, 0, 0, q_tiles))
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the sequences of a pack have in common: all but their lengths."""
+
+    group: int
+    dim: int
+    dtype: str
+    scale: float | None
+    mask: Mask
+    shape: TileShape
+    policy: str
+
+    @staticmethod
+    def of(problem: Problem, shape: TileShape, policy: str) -> Family:
+        mask = problem.mask if problem.mask.documents is None else replace(problem.mask, documents=None)
+        return Family(problem.group, problem.dim, problem.dtype, problem.scale, mask, shape, policy)
+
+    def codes(self, len_q: Longs, len_k: Longs) -> Longs:
+        """One number for each sequence. Sequences with equal numbers have the same tiles in the same states."""
+        m, n = self.shape.m, self.shape.n
+        if self.mask.is_full:
+            # Only the last kv tile can be partial. A last q tile that is not full has no other tasks than a full one.
+            tiles = -(-len_k // n)
+            return _code(_up(len_q, m), np.where(tiles * n == len_k, len_k, tiles * n - 1))
+        if self.mask.is_causal and n % m == 0:
+            # A longer last q tile ends in the same kv tile, because no kv tile begins inside a q tile.
+            return _code(np.where(len_q == len_k, _up(len_q, m), len_q), np.where(len_q == len_k, _up(len_k, m), len_k))
+        return _code(len_q, len_k)
+
+    def code(self, problem: Problem) -> int:
+        """The number of one sequence."""
+        return int(self.codes(np.array(problem.len_q), np.array(problem.len_k)))
+
+    def problem(self, code: int) -> Problem:
+        """One kv head of a sequence with this code."""
+        lengths = code >> BITS, code & ((1 << BITS) - 1)
+        return Problem(1, self.group, 1, *lengths, self.dim, self.dtype, self.scale, self.mask)
+
+
+class Templates:
+    """The templates of a family, made on demand. The oldest are forgotten when they take much memory."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._known: dict[int, Template] = {}
+        self._bytes, self._lock = 0, Lock()
+
+    def of(self, code: int) -> Template:
+        template = self._known.get(code)
+        return self._add(code) if template is None else template
+
+    def _add(self, code: int) -> Template:
+        template = self._make(code)
+        with self._lock:
+            if code not in self._known:
+                self._known[code] = template
+                self._bytes += template.nbytes
+            while self._bytes > KEPT_BYTES:
+                self._bytes -= self._known.pop(next(iter(self._known))).nbytes
+        return template
+
+    def _make(self, code: int) -> Template:
+        family, problem = self._family, self._family.problem(code)
+        if problem.len_q and problem.len_k:
+            planned = plan(problem, family.shape, family.policy)
+            return Template.of(planned.program, planned.co_resident)
+        return Template.idle(-(-problem.len_q // family.shape.m))
+
+
+@lru_cache(maxsize=FAMILIES)
+def templates(family: Family) -> Templates:
+    """The templates of a family. Equal families share them."""
+    return Templates(family)
+
+
+def _code(len_q: Longs, len_k: Longs) -> Longs:
+    return (len_q << BITS) | len_k
+
+
+def _up(length: Longs, size: int) -> Longs:
+    return -(-length // size) * size

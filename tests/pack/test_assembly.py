@@ -1,0 +1,193 @@
+"""The tables of a pack: every sequence has its own tiles in its own order, and workers that draw tickets finish."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.launch import compose
+from dash_attn.order import applicable
+from dash_attn.pack import Assembly, Doc, PackedChain, assemble, assembly, check, templates
+from dash_attn.plan import plan
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.program import Chain
+from dash_attn.tiling import TileShape, TileState, tile
+from tests.pack.machine import play
+from tests.strategies import boundaries, document_masks, examples, shapes, windows
+
+POLICIES = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
+SHAPE = TileShape(4, 8)
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> Problem:
+    """Documents, or batch entries, with any window."""
+    len_q = draw(st.integers(0, 30))
+    len_k = draw(st.integers(0, 30) | st.just(len_q))
+    heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)]))
+    mask = draw(document_masks(len_q, len_k) | st.just(FULL) | st.just(CAUSAL)) & draw(st.just(FULL) | windows())
+    return Problem(draw(st.integers(1, 3)), heads_kv * group, heads_kv, len_q, len_k, mask=mask)
+
+
+@examples(200)
+@given(packs(), shapes, st.sampled_from(POLICIES), st.booleans())
+def test_every_tile_of_every_sequence_is_done_once_in_turn(
+    problem: Problem, shape: TileShape, policy: str, by_head: bool
+) -> None:
+    made = assemble(problem, shape, policy + "@head" * by_head)
+    assert made.sizes.cut == (by_head and problem.group > 1 and made.tickets > 0)
+    tasks = play(made, made.co_resident)
+    times = Counter((task.q_head, task.q_rows, task.k_rows, task.partial) for task in tasks)
+    expected = Counter(
+        (
+            head,
+            (each.q_row + q * shape.m, each.q_row + min((q + 1) * shape.m, each.len_q)),
+            (each.k_row + kv * shape.n, each.k_row + min((kv + 1) * shape.n, each.len_k)),
+            bool(state[kv, q] == TileState.PARTIAL),
+        )
+        for each in problem.sequences
+        for state in [tile(problem.alone(each), shape).state]
+        for head, kv, q in product(range(problem.heads_q), range(state.shape[0]), range(state.shape[1]))
+        if state[kv, q] != TileState.EMPTY
+    )
+    assert times == expected
+    written = Counter(task[:3] for task in tasks)
+    for number, doc in enumerate(made.docs.tolist()):
+        first = doc[Doc.CONTRIBUTORS]
+        for q in range(-(-doc[Doc.Q_ROWS] // shape.m)):
+            for head in range(problem.heads_q):
+                assert written[number, head, q] == made.contributors[first + q]
+
+
+@examples(200)
+@given(packs(), shapes)
+def test_what_no_task_writes_is_known(problem: Problem, shape: TileShape) -> None:
+    made = assemble(problem, shape, "spt")
+    states = [tile(problem.alone(each), shape).state for each in problem.sequences]
+    assert made.clears_dq == any(state.shape[1] and not state.any(0).all() for state in states)
+    assert made.clears_dkv == any(each.len_k and not each.len_q for each in problem.sequences)
+    # Other rows of dK and dV are written by chains, also by those without tasks.
+    for doc in made.docs.tolist():
+        first, count = (doc[Doc.BUNDLE] + i for i in (0, doc[Doc.BUNDLES]))
+        chains = [c for b in range(first, count) for c in range(made.bundles[b, 0], made.bundles[b].sum())]
+        expected = -(-doc[Doc.K_ROWS] // shape.n) if doc[Doc.Q_ROWS] else 0
+        assert sorted(made.chains[chains, PackedChain.KV_TILE].tolist()) == list(range(expected))
+
+
+@examples(100)
+@given(packs(), shapes, st.sampled_from(POLICIES))
+def test_each_head_of_a_sequence_has_the_order_of_its_plan(problem: Problem, shape: TileShape, policy: str) -> None:
+    """The plan of a sequence has all heads, a template has one. Both run the same tasks in the same turns."""
+    made = assemble(problem, shape, policy)
+    tasks: dict[int, list[tuple[int, int, int, int]]] = {}
+    for task in play(made, made.co_resident):
+        tasks.setdefault(task.doc, []).append((task.q_head, task.q_tile, task.kv_tile, task.turn))
+    by_row = {(each.q_row, each.k_row, each.len_q, each.len_k): each for each in problem.sequences}
+    for number, doc in enumerate(made.docs[:, Doc.Q_ROW : Doc.Q_TILE].tolist()):
+        program = plan(problem.alone(by_row[tuple(doc)]), shape, policy).program
+        all_tasks = program.expand()
+        kv_head, kv_tile = program.chains[all_tasks.chain][:, Chain.KV_HEAD : Chain.KV_TILE + 1].T
+        head = kv_head * problem.group + all_tasks.head
+        planned = np.stack([head, all_tasks.q, kv_tile, all_tasks.turn], axis=1).tolist()
+        assert sorted(tasks.get(number, [])) == sorted(map(tuple, planned)), number
+
+
+def test_the_longest_sequence_is_launched_first() -> None:
+    made = assemble(Problem(1, 2, 1, 60, 60, mask=documents([0, 8, 28, 28, 36, 60], causal=True)), SHAPE, "spt")
+    assert made.docs[:, Doc.Q_ROWS].tolist() == [24, 20, 8, 8, 0]
+    assert made.docs[:, Doc.Q_ROW].tolist() == [36, 8, 0, 28, 28]  # equals stay in their order
+    assert made.docs[:, Doc.TICKET].tolist() == [0, 3, 6, 7, 8] and made.tickets == 8
+    assert made.docs[:, Doc.Q_TILE].tolist() == [0, 6, 11, 13, 15]
+    assert made.docs[2, Doc.BUNDLE] == made.docs[3, Doc.BUNDLE] and len(made.chains) == 3 + 3 + 1
+    assert made.q_tiles[6:11].tolist() == [[8, 4], [12, 4], [16, 4], [20, 4], [24, 4]]
+    assert made.kv_tiles[3:6].tolist() == [[8, 8], [16, 8], [24, 4]]
+    assert all(table.dtype == np.int32 for table in tables(made))
+
+
+def tables(made: Assembly) -> list[np.ndarray]:
+    names = ("docs", "bundles", "chains", "runs", "contributors", "q_tiles", "kv_tiles")
+    return [getattr(made, name) for name in names]
+
+
+# ---- templates ---------------------------------------------------------------------------------------------
+
+
+@examples(300)
+@given(st.data(), shapes, st.integers(0, 60), st.integers(0, 60), st.booleans())
+def test_sequences_with_equal_codes_have_equal_tiles(
+    data: st.DataObject, shape: TileShape, len_q: int, len_k: int, equal: bool
+) -> None:
+    mask = data.draw(st.sampled_from([FULL, CAUSAL]) | windows())
+    if data.draw(st.booleans()):
+        shape = TileShape(shape.m, shape.m * data.draw(st.integers(1, 3)))  # as kernels have them
+    lengths = (len_q, len_q if equal else len_k)
+    family = templates.Family(2, 64, "bfloat16", None, mask, shape, "auto")
+    (code,) = family.codes(*np.array(lengths).reshape(2, 1)).tolist()
+    stand_in = tile(family.problem(code), shape)
+    exact = tile(Problem(1, 2, 1, *lengths, 64, mask=mask), shape)
+    assert np.array_equal(stand_in.state, exact.state)
+    for policy in ("auto", *applicable(exact), "spt@head"):
+        programs = [compose(tiling, policy) for tiling in (stand_in, exact)]
+        for name in ("tiles", "chains", "runs", "launch", "bundle_first"):
+            first, second = (getattr(program, name) for program in programs)
+            assert np.array_equal(first, second), (policy, name)
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths", "count"),
+    [
+        (CAUSAL, range(1, 65), 16),  # q tiles
+        (FULL, range(1, 65), 16 + 8),  # and whether the last kv tile is partial
+        (window(9, 0), range(1, 65), 64),
+    ],
+    ids=str,
+)
+def test_few_templates_stand_for_many_lengths(mask: Mask, lengths: range, count: int) -> None:
+    family = templates.Family(1, 64, "bfloat16", None, mask, SHAPE, "spt")
+    both = np.array(lengths)
+    assert len(set(family.codes(both, both).tolist())) == count
+
+
+def test_a_known_template_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(1, 1, 1, 90, 90, dim=24, mask=documents([0, 40, 90], causal=True))
+    assemble(problem, SHAPE, "spt")
+    monkeypatch.setattr(templates, "plan", lambda *_: pytest.fail("planned again"))
+    other = Problem(2, 4, 4, 179, 179, dim=24, mask=documents([0, 50, 89, 139, 179], causal=True))
+    assert assemble(other, SHAPE, "spt").tickets == 2 * 4 * (7 + 5 + 7 + 5)
+
+
+def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "KEPT_BYTES", 4000)
+    family = templates.Family(1, 64, "bfloat16", None, window(5, 0), SHAPE, "spt")
+    known = templates.Templates(family)
+    for length in range(1, 60):
+        code = family.code(Problem(1, 1, 1, length, length))
+        assert known.of(code).facts[templates.Fact.Q_TILES] == -(-length // SHAPE.m)
+        assert known.of(code) is known.of(code)
+        assert sum(each.nbytes for each in known._known.values()) == known._bytes <= 4000
+
+
+def test_an_order_that_differs_from_head_to_head_is_refused() -> None:
+    problem = Problem(1, 4, 1, 60, 60, mask=documents([0, 20, 60], causal=True))
+    heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head").program
+    assert len(np.unique(heads.chains[heads.chains[:, Chain.KV_TILE] == 0, Chain.FIRST_RUN])) > 1
+    with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
+        assemble(problem, SHAPE, "level@head")
+
+
+def test_a_pack_is_cut_whole_or_not_at_all() -> None:
+    assert assembly._share(np.array([4, 0, 4]), "auto") == 4 and assembly._share(np.array([0]), "auto") == 1
+    with pytest.raises(ValueError, match="cuts the chains of some sequences of the pack and not of others"):
+        assembly._share(np.array([4, 0, 1]), "auto")
+
+
+@examples(100)
+@given(st.data())
+def test_check_takes_every_pack(data: st.DataObject) -> None:
+    cu = data.draw(boundaries(data.draw(st.integers(0, 60)), data.draw(st.integers(1, 9))))
+    check(assemble(Problem(2, 2, 1, cu[-1], cu[-1], mask=documents(cu)), SHAPE, "fa3"))

@@ -1,0 +1,161 @@
+"""check finds tables of a pack that are wrong in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.pack import Assembly, AssemblyError, Doc, PackedChain, assemble, check
+from dash_attn.problem import Problem, documents
+from dash_attn.program import Run
+from dash_attn.tiling import TileShape
+from tests.pack.machine import play
+from tests.strategies import examples
+
+CU = [0, 30, 30, 41, 100, 130]  # two documents of one length, one without tokens
+
+
+def made() -> Assembly:
+    return assemble(Problem(2, 4, 2, 130, 130, mask=documents(CU, causal=True)), TileShape(8, 16), "spt")
+
+
+def changed(**tables: Callable[[np.ndarray], Any]) -> Assembly:
+    """The pack with some tables changed. A change edits a copy in place, or gives a new table."""
+    whole = made()
+    copies = {name: getattr(whole, name).copy() for name in tables}
+    new = {name: change(copies[name]) for name, change in tables.items()}
+    return replace(whole, **{name: copies[name] if new[name] is None else new[name] for name in tables})
+
+
+def put(row: int, column: int, value: int) -> Callable[[np.ndarray], None]:
+    def change(table: np.ndarray) -> None:
+        table[row, column] = value
+
+    return change
+
+
+def add(row: int, column: int, by: int) -> Callable[[np.ndarray], None]:
+    def change(table: np.ndarray) -> None:
+        table[row, column] += by
+
+    return change
+
+
+def swap(*columns: int, rows: tuple[int, int] = (0, 4)) -> Callable[[np.ndarray], None]:
+    def change(table: np.ndarray) -> None:
+        first, second = rows
+        for column in columns or range(table.shape[1]):
+            table[[first, second], column] = table[[second, first], column]
+
+    return change
+
+
+def shifted(rows: range, table: np.ndarray) -> None:
+    """All tiles of a sequence, moved onto those of another."""
+    table[rows.start : rows.stop, 0] += 8
+
+
+ROW, ROWS, TILE = Doc.Q_ROW, Doc.Q_ROWS, Doc.Q_TILE
+TEMPLATE = (Doc.BUNDLE, Doc.BUNDLES, Doc.CONTRIBUTORS)
+MUTATIONS: dict[str, tuple[Assembly, str]] = {
+    "sequences overlap": (changed(docs=add(0, ROW, -8)), "tile is not cut from the rows"),
+    "sequences and their tiles overlap": (
+        changed(docs=add(0, ROW, 8), q_tiles=lambda table: shifted(range(0, 8), table)),
+        "a row is in two sequences",
+    ),
+    "keys and their tiles overlap": (
+        changed(docs=add(0, Doc.K_ROW, 8), kv_tiles=lambda table: shifted(range(0, 4), table)),
+        "a row is in two sequences.*of k",
+    ),
+    "rows outside": (replace(made(), sizes=replace(made().sizes, rows_q=259)), "a row is in two sequences, or in none"),
+    "a sequence is missing": (changed(docs=lambda docs: np.delete(docs, 0, 0)), "tickets do not follow"),
+    "the last sequence is missing": (changed(docs=lambda docs: docs[:7]), "tiles are missing"),
+    "a q tile is missing": (changed(q_tiles=lambda tiles: tiles[:-1]), "tiles are missing"),
+    "a q tile too many": (changed(q_tiles=lambda tiles: tiles[[*range(len(tiles)), -1]]), "tiles are missing, or too"),
+    "a kv tile is missing": (changed(kv_tiles=lambda tiles: np.delete(tiles, 2, 0)), "tile is not cut from the rows"),
+    "a tile begins elsewhere": (changed(q_tiles=add(3, 0, 1)), "tile is not cut from the rows"),
+    "a tile is too long": (changed(q_tiles=add(7, 1, 1)), "tile is not cut from the rows"),
+    "a tile is too short": (changed(kv_tiles=add(0, 1, -1)), "tile is not cut from the rows"),
+    "tiles swapped": (changed(q_tiles=swap(rows=(0, 1))), "tile is not cut from the rows"),
+    "a sequence is shorter": (changed(docs=add(0, ROWS, -8)), "tile"),
+    "wrong first tile": (changed(docs=add(1, TILE, 1)), "tiles do not follow"),
+    "wrong first kv tile": (changed(docs=add(1, Doc.KV_TILE, -1)), "tiles do not follow"),
+    "wrong first ticket": (changed(docs=add(1, Doc.TICKET, 1)), "tickets do not follow"),
+    "two sequences with one ticket": (changed(docs=put(1, Doc.TICKET, 0)), "tickets do not follow"),
+    "a ticket less": (replace(made(), tickets=made().tickets - 1), "tickets do not follow"),
+    "a ticket more": (replace(made(), tickets=made().tickets + 1), "tickets do not follow"),
+    "a sequence without work has tickets": (changed(docs=put(8, Doc.BUNDLES, 1)), "exactly if it has queries and keys"),
+    "a sequence with work has none": (changed(docs=put(7, Doc.BUNDLES, 0)), "exactly if it has queries and keys"),
+    "negative": (changed(docs=put(0, ROWS, -59)), "negative"),
+    "documents swapped": (changed(docs=swap()), "tickets do not follow"),
+    "documents of one length swapped": (changed(docs=swap(rows=(2, 3))), "tickets do not follow"),
+    "rows of documents swapped": (changed(docs=swap(ROW, Doc.K_ROW, ROWS, Doc.K_ROWS)), "tile"),
+    "rows of documents of one length swapped": (changed(docs=swap(ROW, rows=(2, 3))), "tile is not cut from the rows"),
+    "templates of documents swapped": (changed(docs=swap(*TEMPLATE)), "tickets do not follow"),
+    "orders of documents swapped": (changed(docs=swap(Doc.BUNDLE)), "template"),
+    "contributors of documents swapped": (changed(docs=swap(Doc.CONTRIBUTORS)), "tasks are not the contributions"),
+    "bundles outside": (changed(docs=put(0, Doc.BUNDLE, 10**6)), "bundles are outside"),
+    "contributors outside": (changed(docs=put(0, Doc.CONTRIBUTORS, 10**6)), "contributors are outside"),
+    "a bundle leaves a chain out": (changed(bundles=add(1, 0, 1)), "leave chains out"),
+    "a bundle of no chain": (changed(bundles=put(0, 1, 0)), "leave chains out"),
+    "a bundle of too many chains": (changed(bundles=put(-1, 1, 99)), "outside their table"),
+    "a kv tile twice": (changed(chains=put(0, PackedChain.KV_TILE, 0)), "a kv tile twice"),
+    "a kv tile that is not there": (changed(chains=put(0, PackedChain.KV_TILE, 99)), "a kv tile twice, or one that"),
+    "runs outside": (changed(chains=put(0, PackedChain.NUM_RUNS, 999)), "runs outside their table"),
+    "negative run": (changed(chains=put(0, PackedChain.FIRST_RUN, -1)), "runs outside their table"),
+    "a q tile outside": (changed(runs=put(0, Run.FIRST_Q, 99)), "outside the q tiles"),
+    "a run of no task": (changed(runs=put(0, Run.COUNT, 0)), "outside the q tiles"),
+    "a head that is not there": (changed(runs=put(0, Run.HEAD, 2)), "outside the q tiles and heads"),
+    "another head": (changed(runs=put(0, Run.HEAD, 1)), "tasks are not the contributions"),
+    "another q tile": (changed(runs=add(1, Run.FIRST_Q, -1)), "tasks are not the contributions"),
+    "a run is missing": (changed(chains=add(0, PackedChain.NUM_RUNS, -1)), "tasks are not the contributions"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_wrong_pack_is_refused(name: str) -> None:
+    wrong, reason = MUTATIONS[name]
+    with pytest.raises(AssemblyError, match=reason):
+        check(wrong)
+
+
+def test_the_right_pack_is_taken() -> None:
+    check(made())
+    assert made().docs[:, ROWS].tolist() == [59, 59, 30, 30, 30, 30, 11, 11, 0, 0]
+    assert len(play(made(), made().co_resident)) > 0
+
+
+@examples(300)
+@given(st.data())
+def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> None:
+    """No number of these tables is free. A sequence without tokens may have its rows and its template anywhere."""
+    name = data.draw(st.sampled_from(["docs", "q_tiles", "kv_tiles"]))
+    table = getattr(made(), name)
+    row, column = data.draw(st.integers(0, len(table) - 1)), data.draw(st.integers(0, table.shape[1] - 1))
+    free = (ROW, Doc.K_ROW, Doc.BUNDLE, Doc.CONTRIBUTORS)
+    if name == "docs" and not table[row, ROWS] and column in free:
+        return
+    value = data.draw(st.integers(-10, 300).filter(lambda value: value != table[row, column]))
+    wrong = changed(**{name: put(row, column, value)})
+    if name == "docs" and column == Doc.BUNDLE:
+        assert _is_refused(wrong) or _same_order(wrong)
+    else:
+        assert _is_refused(wrong)
+
+
+def _is_refused(wrong: Assembly) -> bool:
+    try:
+        check(wrong)
+    except AssemblyError:
+        return True
+    return False
+
+
+def _same_order(other: Assembly) -> bool:
+    return play(other, other.co_resident) == play(made(), made().co_resident)
