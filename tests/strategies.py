@@ -153,7 +153,7 @@ def arbitrary_orders(draw: st.DrawFn) -> tuple[Order, Queue]:
     templates = tuple(_template([(visits[g, kv], turn[g, kv]) for kv in range(n)]) for g in range(groups))
     rounds = tuple([[(kv,) for kv in range(n)]] for _ in range(groups))
     each = np.arange(groups)
-    return Order(tiling, Choice("drawn"), templates, rounds, each), Queue(launch, bundle_first, "dealt")
+    return Order(tiling, Choice("drawn"), templates, rounds, each, each), Queue(launch, bundle_first, "dealt")
 
 
 def _template(chains: list[tuple[np.ndarray, list[int]]]) -> Template:

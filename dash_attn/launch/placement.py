@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from dash_attn.jit import compiled
-from dash_attn.program import Costs, Geometry, Program, Sequences, play
+from dash_attn.program import Costs, Program, Sequences, play
 from dash_attn.program.program import Longs
 from dash_attn.program.replay import FINISHED
 
@@ -30,13 +30,9 @@ def place(program: Program, workers: int, co_resident: int) -> Sequences:
     in launch order, so the earliest unfinished bundle can always go on.
     """
     dealt = np.arange(program.num_bundles) % workers
-    owners = [dealt]
-    if program.place != "dealt":
-        owners.insert(0, _balanced(program, workers))
-    if program.place == "fitted":
-        owners.insert(0, _balanced(program, _filled(program.geometry, workers)))
+    owners = (dealt,) if program.place == "dealt" else (_balanced(program, workers), dealt)
     candidates = [_gather(program, owner, workers) for owner in owners]
-    if program.place in ("faster", "fitted"):
+    if program.place == "faster":
         candidates.sort(key=lambda placement: play(program, placement, NOMINAL).makespan)
     for placement in candidates:
         if co_resident <= 1 or play(program, placement, None).status == FINISHED:
@@ -44,12 +40,6 @@ def place(program: Program, workers: int, co_resident: int) -> Sequences:
     started = play(program, program.bundles, None, resident=workers)
     assert started.status == FINISHED and started.resident <= workers, "place() needs co_resident workers"
     return _gather(program, started.seat, workers)
-
-
-def _filled(geometry: Geometry, workers: int) -> int:
-    """How many workers whole panels fill if each worker runs a long chain and then a short one."""
-    pairs = max(1, -(-geometry.num_kv // 2))
-    return min(workers, pairs * max(1, min(geometry.num_groups, workers // pairs)))
 
 
 def _balanced(program: Program, workers: int) -> Longs:

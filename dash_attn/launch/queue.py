@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +13,8 @@ from dash_attn.tiling import Tiling
 
 # Tuned to a GPU of 132 SMs with 50 MB of L2. No number here changes a bit.
 IN_FLIGHT = 128  # bundles that fill the GPU: more heads at once would leave the cache between two rounds
+BLOCKS = (128, 256)  # chains of a block of heads that are taken in turn: short or grouped heads, and others
 SHORT = 16  # kv tiles of a short head
-BLOCKS = {"spt": (128, 256), "hill": (256, 512)}  # chains of a block of heads: short or grouped heads, and others
 TINY = 6  # kv tiles of a head that comes and goes so fast that its tiles hardly stay in cache
 NEAR = 8  # chains of the tiny heads that are taken in turn
 
@@ -40,20 +39,21 @@ RULES: dict[str, LaunchRule] = {
     "descending": LaunchRule(place="faster"),  # its chains wait more than they work, and balance may not pay
     "shift": LaunchRule(few_heads=True),
     "symmetric_shift": LaunchRule(few_heads=True),
+    "level": LaunchRule(in_turn=True),
     "spt": LaunchRule(in_turn=True),
-    "hill": LaunchRule(in_turn=True),
 }
 
 
 def enqueue(order: Order) -> Queue:
     """The queue of an order, by the rule of its policy. A policy without an entry in RULES gets the plain rule."""
     rule = RULES.get(order.choice.policy, LaunchRule())
-    if rule.in_turn and order.tiling.problem.mask.left is None:  # chains of a sliding window are equally long as it is
-        blocks, place = _blocks(order)
-        chains = np.concatenate([np.zeros(0, np.int64), *_staggered(order, blocks)])
-        return Queue(chains, np.arange(len(chains) + 1), place)
+    blocks = np.split(np.arange(order.tiling.panels), np.flatnonzero(np.diff(order.block_of)) + 1)
+    if rule.in_turn and order.tiling.problem.mask.left is None:  # chains of a window are equally long
+        blocks = _parts(order.tiling, blocks[0]) if len(blocks) == 1 else blocks
+        chains = np.concatenate([_in_turn(order, part) for part in _tiny_parts(order.tiling, blocks)])
+        return Queue(chains, np.arange(len(chains) + 1), rule.place)
     queue, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
-    for block in np.split(np.arange(order.tiling.panels), np.flatnonzero(np.diff(order.template_of)) + 1):
+    for block in blocks:
         rounds = [bundles for bundles in order.rounds[order.template_of[block[0]]] if bundles]
         for part in _few_heads(block, rounds) if rule.few_heads else [block]:
             parts, lengths = _round_by_round(part * order.tiling.num_kv, rounds)
@@ -81,34 +81,16 @@ def _few_heads(block: Ints, rounds: Rounds) -> list[Ints]:
     return np.array_split(block, max(1, len(block) // heads))
 
 
-def _blocks(order: Order) -> tuple[list[Ints], PlaceRule]:
-    """Blocks of heads that are taken in turn, and how their chains go to workers.
-
-    Where the heads of `hill` fill the GPU once or twice, they are one block. The short chains then follow the long ones
-    on the workers of these, and workers beyond that would only wait.
-    """
-    tiling, policy = order.tiling, order.choice.policy
-    heads = max(1, -(-BLOCKS[policy][tiling.heads == 1 and tiling.num_kv > SHORT] // max(1, tiling.num_kv)))
-    if policy == "hill":
-        pairs = tiling.panels * -(-tiling.num_kv // 2)
-        if pairs <= IN_FLIGHT or pairs == 2 * IN_FLIGHT:
-            return [np.arange(tiling.panels)], "fitted"
-        heads = min(heads, -(-tiling.panels // 2))
-    blocks = np.array_split(np.arange(tiling.panels), -(-tiling.panels // heads))
-    return (_tiny_parts(tiling, blocks) if policy == "spt" else blocks), "balanced"
+def _parts(tiling: Tiling, block: Ints) -> list[Ints]:
+    """A block, or parts of it, whose heads are taken in turn. `level` has such blocks already."""
+    chains = BLOCKS[tiling.heads == 1 and tiling.num_kv > SHORT]
+    return np.array_split(block, max(1, -(-len(block) * tiling.num_kv // chains)))
 
 
-def _staggered(order: Order, blocks: list[Ints]) -> Iterator[Ints]:
-    """One chain of each head of a block, then the next chain of each. The second round of a block follows the first
-    round of the next block.
-
-    The chains of a round wait for the last chains of the round before. In the meantime the next heads have work.
-    """
-    rounds = [np.array([chain for (chain,) in bundles], np.int64) for bundles in order.rounds[0]]
-    for at in range(len(blocks) + len(rounds) - 1):
-        for number, chains in enumerate(rounds):
-            if 0 <= at - number < len(blocks):
-                yield (chains[:, None] + blocks[at - number] * order.tiling.num_kv).ravel()
+def _in_turn(order: Order, part: Ints) -> Ints:
+    """One chain of each group, then the next chain of each."""
+    chains = np.array([chain for bundles in order.rounds[order.template_of[part[0]]] for (chain,) in bundles], np.int64)
+    return (chains[:, None] + part * order.tiling.num_kv).ravel()
 
 
 def _tiny_parts(tiling: Tiling, blocks: list[Ints]) -> list[Ints]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dash_attn.order.rules import Rules, Tasks, apply, offsets, windows
 from dash_attn.order.search import ranked
@@ -16,9 +17,14 @@ from dash_attn.tiling import Span, Tiling
 # GPU at hand. What may follow it is in dash_attn/launch.
 DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
 AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
-LONG = 128  # chains of a part of `fold`; from two parts on `auto` keeps the q heads of a group together
+NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
+TINY = 4  # kv tiles of a causal panel whose pairs would be over before their turns are handed on
+FAR = 256  # queries between neighbours of a rotation, at most
+LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
+SHORT, LONG = 16, 128  # kv tiles of a short head, and of a head that `level` no longer keeps in step
 
 Built = tuple[Template, Rounds]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Policy:
     """How to order a tiling, and which tilings it can order.
 
     `build(tiling, width)` gives a template and its rounds. `applies` says for which tilings, and `needs` says the same
-    to people.
+    to people. With `last`, some blocks of heads follow another template, which `last(tiling, width)` gives.
     """
 
     build: Callable[[Tiling, int], Built]
@@ -34,6 +40,7 @@ class Policy:
     applies: Callable[[Tiling], bool] = lambda tiling: True
     needs: str = "any mask"
     windowed: bool = False
+    last: Callable[[Tiling, int], Built] | None = None
 
 
 def _is_banded(tiling: Tiling) -> bool:
@@ -86,21 +93,10 @@ def _spt(tiling: Tiling, width: int) -> Built:
     return apply(tiling, tasks, Rules(_ascending(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
-def _hill(tiling: Tiling, width: int) -> Built:
-    """The long half of the chains, shortest of them first, then the short half, longest first.
-
-    A long chain climbs from its diagonal to the q tiles that all long chains share, and comes down these from the last
-    one. A short chain comes down to its diagonal. In launch order the lengths go up and down again, so workers that
-    begin together end together. Long chains never catch up with each other. A short chain follows the chain before it
-    if it starts a step later, and so it does, because the chains before it end one by one.
-    """
-    tasks, longs, split = Tasks.of(tiling), tiling.num_kv // 2, shared_from(tiling)
-    launch = np.concatenate([np.arange(longs)[::-1], np.arange(longs, tiling.num_kv)])
-    down = (tasks.chain >= longs) | (tasks.q >= split)
-    step = np.where(down, split + tiling.num_q - 1 - tasks.q, tasks.q)
-    visit = 2 * tasks.head * tiling.num_q + step
-    rounds = [each for part in (launch[:longs], launch[longs:]) for each in _singles(part)]
-    return apply(tiling, tasks, Rules(visit, np.argsort(launch))), rounds
+def _longest_first(tiling: Tiling, width: int) -> Built:
+    tasks = Tasks.of(tiling)
+    launch = np.lexsort((np.arange(tiling.num_kv), -tiling.spans[:, Span.COUNT]))
+    return apply(tiling, tasks, Rules(_coming_down(tiling, tasks), np.argsort(launch))), _singles(launch)
 
 
 def _fold(tiling: Tiling, width: int) -> Built:
@@ -178,7 +174,9 @@ def _search(tiling: Tiling, width: int) -> Built:
 
 POLICIES: dict[str, Policy] = {
     "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)"),
-    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns as launched"),
+    "spt": Policy(
+        _spt, "shortest chain first, ascending q tiles, turns as launched"
+    ),
     "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
     "shift": Policy(
         _shift,
@@ -201,12 +199,13 @@ POLICIES: dict[str, Policy] = {
         needs=BAND,
         windowed=True,
     ),
-    "hill": Policy(
-        _hill,
-        "the long half, shortest first, up from the diagonal, then down the q tiles it shares; then the short half, "
-        "longest first, coming down",
-        applies=_is_causal,
-        needs=TRIANGLE,
+    "level": Policy(
+        _spt,
+        "shortest chain first, each from its diagonal upwards; in the last block of heads (in every other block, if "
+        "grouped) longest first, coming down",
+        applies=_is_band,
+        needs=BAND,
+        last=_longest_first,
     ),
     "fold": Policy(
         _fold,
@@ -232,7 +231,10 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling))
     if _is_causal(tiling):
-        return Choice("fold" if tiling.heads > 1 and tiling.num_kv >= 2 * LONG else "hill")
+        if tiling.heads > 1 and tiling.num_kv >= 2 * LONG:
+            return Choice("fold")
+        paired = TINY < tiling.num_kv <= 2 * NARROW_WIDTH  # one window holds all pairs of a panel
+        return Choice("symmetric_shift", NARROW_WIDTH) if paired else Choice("spt")
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
 
 
@@ -246,11 +248,13 @@ def cuts(tiling: Tiling) -> bool:
 
 
 def auto_width(tiling: Tiling) -> int:
-    """How many chains go round the q tiles together: as many as have two tiles between neighbours.
+    """How many chains go round the q tiles together, at least two tiles between neighbours.
 
-    One tile between neighbours leaves little time to hand a turn on.
+    One tile between neighbours leaves little time to hand a turn on. The width is NARROW_WIDTH at most, because workers
+    wait until a whole window of them is free. It is more where neighbours would be FAR apart.
     """
-    return min(AUTO_WIDTH, max(1, tiling.num_q // 2))
+    near = tiling.num_q // max(1, FAR // tiling.shape.m)
+    return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, tiling.num_q // 2)))
 
 
 def parse(text: str) -> Choice:
@@ -295,4 +299,32 @@ def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
         raise ValueError(
             f"policy {choice.policy!r} cannot take width {choice.width}: a width of at least 1 goes with {takers}"
         )
-    return Order.of_one(tiling, choice, *rule.build(tiling, choice.width or DEFAULT_WIDTH))
+    width = choice.width or DEFAULT_WIDTH
+    template, rounds = rule.build(tiling, width)
+    if rule.last is None:
+        return Order.of_one(tiling, choice, template, rounds)
+    last_template, last_rounds = rule.last(tiling, width)
+    block_of, is_last = _level_blocks(tiling)
+    if is_last.all():  # a lone group is among the last
+        return Order.of_one(tiling, choice, last_template, last_rounds)
+    return Order(tiling, choice, (template, last_template), (rounds, last_rounds), is_last.astype(np.int64), block_of)
+
+
+def _level_blocks(tiling: Tiling) -> tuple[Ints, Bools]:
+    """The block of each group, and whether the group follows the `last` template.
+
+    The last block follows `last`, so that all workers end together, however many they are. Chains that go up from the
+    diagonal, shortest first, never catch up with each other, whenever they start. Chains that come down, longest first,
+    do not if they start a step apart. They do start so, because the chains before them end one by one and chains of
+    other groups come between.
+
+    Chains of grouped heads drift apart the longer they run: they are at different query heads at a time. If all chains
+    end at one q tile, every other block follows `last`, after which all chains begin together again.
+    """
+    groups, grouped = tiling.panels, tiling.heads > 1
+    in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG
+    chains = LEVEL_BLOCKS[not grouped and tiling.num_kv > SHORT]
+    heads = min(-(-chains // max(1, tiling.num_kv)), -(-groups // 2))
+    block_of = windows(groups, heads)
+    from_end = block_of[-1] - block_of
+    return block_of, from_end % 2 == 0 if in_step else from_end == 0

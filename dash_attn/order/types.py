@@ -54,10 +54,10 @@ class Choice:
 class Order:
     """The order of a whole problem. It fixes every bit of the result and says nothing about workers.
 
-    A panel is what is ordered by itself: one q head, or the q heads of one kv head. Chain n of panel p has the number
-    p * num_kv + n. Panel p follows templates[template_of[p]], and its bundles come in rounds[template_of[p]]: chains of
-    one round may wait for each other, and otherwise wait only for chains of earlier rounds. Every policy has one
-    template; only an order from elsewhere, as of the exact solver, has several.
+    A group is a (batch, kv head) pair, and chain n of group g has the number g * num_kv + n. Group g follows
+    templates[template_of[g]], and its bundles come in rounds[template_of[g]]: chains of one round may wait for each
+    other, and otherwise wait only for chains of earlier rounds. `block_of` numbers blocks of neighbouring groups; all
+    groups of a block follow one template.
     """
 
     tiling: Tiling
@@ -65,8 +65,10 @@ class Order:
     templates: tuple[Template, ...]
     rounds: tuple[Rounds, ...]
     template_of: Ints
+    block_of: Ints
 
     @staticmethod
     def of_one(tiling: Tiling, choice: Choice, template: Template, rounds: Rounds) -> Order:
-        """All panels follow one template."""
-        return Order(tiling, choice, (template,), (rounds,), np.zeros(tiling.panels, np.int64))
+        """All groups follow one template, in one block."""
+        same = np.zeros(tiling.panels, np.int64)
+        return Order(tiling, choice, (template,), (rounds,), same, same)

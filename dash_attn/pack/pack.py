@@ -30,18 +30,9 @@ class Pack:
         return self.problem.sequences
 
     @cached_property
-    def problems(self) -> dict[tuple[int, int], Problem]:
-        """The problems of single sequences, by their lengths of q and k."""
-        problems = dict[tuple[int, int], Problem]()
-        for sequence in self.sequences:
-            if (sequence.len_q, sequence.len_k) not in problems:
-                problems[sequence.len_q, sequence.len_k] = self.problem.alone(sequence)
-        return problems
-
-    @cached_property
     def plans(self) -> dict[tuple[int, int], Plan]:
-        """The plan of each of the problems."""
-        return {key: plan(alone, self.shape_of(alone), self.policy) for key, alone in self.problems.items()}
+        """The plans of single sequences with all heads, by their lengths of q and k."""
+        return {key: plan(alone, self.shape_of(alone), self.policy) for key, alone in self.problem.distinct.items()}
 
     def plan_of(self, sequence: Sequence) -> Plan:
         return self.plans[sequence.len_q, sequence.len_k]
@@ -50,7 +41,7 @@ class Pack:
         """ValueError if the policy cannot order one of the sequences. `auto` orders every sequence."""
         if parse(self.policy).policy == "auto":
             return
-        for alone in self.problems.values():
+        for alone in self.problem.distinct.values():
             templates(family := Family.of(alone, self.shape_of(alone), self.policy)).of(family.code(alone))
 
     @cached_property

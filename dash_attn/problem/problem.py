@@ -94,6 +94,15 @@ class Problem:
         """The documents of each batch entry, or the batch entries themselves."""
         return tuple(map(Sequence._make, self.sequence_table.tolist()))
 
+    @cached_property
+    def distinct(self) -> dict[tuple[int, int], Problem]:
+        """The problems of single sequences, by their lengths of q and k."""
+        problems = dict[tuple[int, int], Problem]()
+        for sequence in self.sequences:
+            if (sequence.len_q, sequence.len_k) not in problems:
+                problems[sequence.len_q, sequence.len_k] = self.alone(sequence)
+        return problems
+
     def alone(self, sequence: Sequence) -> Problem:
         """The problem of one sequence with all its heads, as if there were no other sequence."""
         mask = self.mask

@@ -56,9 +56,8 @@ ROW = {"tiles": (len(TILE),), "chains": (len(CHAIN),), "runs": (len(RUN),), "lau
 
 Int32 = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-# How bundles go to workers: in rotation; each to the worker with the least work so far; whichever is faster; or, to the
-# worker with the least work so far among all, or among as many as pairs of a long and a short chain fill.
-PlaceRule = Literal["dealt", "balanced", "faster", "fitted"]
+# How bundles go to workers: in rotation, each to the worker with the least work so far, or whichever is faster.
+PlaceRule = Literal["dealt", "balanced", "faster"]
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 

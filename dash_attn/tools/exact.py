@@ -199,7 +199,7 @@ def _program(tiling: Tiling, start: Simulation, timetable: Timetable) -> Program
         templates.append(Template(chain_first, head[mine], q[mine], turn[mine]))
         rounds.append([[(chain,) for chain in range(n)]])
     each = np.arange(tiling.panels)
-    order = Order(tiling, Choice("exact"), tuple(templates), tuple(rounds), each)
+    order = Order(tiling, Choice("exact"), tuple(templates), tuple(rounds), each, each)
     return build(order, _queue(start, timetable))
 
 

@@ -91,6 +91,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (packed(cu_seqlens=[0, 5]), ["cu_seqlens", "end with the 8 tokens", "[0, 5]"]),
     (packed(cu_seqlens=[1, 8]), ["cu_seqlens", "begin with 0", "[1, 8]"]),
     (packed(cu_seqlens=[0]), ["cu_seqlens", "got [0]"]),
+    (
+        packed(cu_seqlens=[0, 3, 8], mask=tiles([[1]], 8, 8)),
+        ["mask has tiles", "cu_seqlens", "each document its own call"],
+    ),
     (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 4, 8]), ["cu_seqlens_k", "as many sequences", "1", "2"]),
     (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 9]), ["cu_seqlens_k", "8 tokens", "[0, 9]"]),
     (packed(cu_seqlens=[0, 8], k=zeros(9, 2, 16), v=zeros(9, 2, 16)), ["cu_seqlens_k is needed", "8", "9"]),

@@ -96,7 +96,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call builds one Problem, reads cu_seqlens once and plans once; the next calls do none of it."""
+    """The first call builds a Problem for itself and for each document, reads cu_seqlens once and plans each document
+    once. The next calls do none of it."""
     counts: Counter[str] = Counter()
 
     def counted(owner: Any, name: str) -> None:
@@ -105,16 +106,16 @@ def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -
 
     counted(Problem, "__post_init__")
     counted(torch.Tensor, "tolist")
-    counted(importlib.import_module("dash_attn.prepare"), "plan")
+    counted(importlib.import_module("dash_attn.pack.pack"), "plan")
     monkeypatch.setattr(calls, "_seen", {})
     q, k, v = (torch.randn(LENGTH, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu = torch.tensor([0, 13, LENGTH], dtype=torch.int32)
     read = []
     monkeypatch.setattr(calls, "_values", {})
     for _ in range(3):
-        dash_attn.attention(q, k, v, causal=True, cu_seqlens=cu)
+        dash_attn.attention(q, k, v, causal=True, cu_seqlens=cu).sum().backward()
         read.append(dict(counts))
-    assert read[0]["__post_init__"] == read[0]["plan"] == 1 and read[0]["tolist"] == read[2]["tolist"]
+    assert read[0]["__post_init__"] == 1 + 2 and read[0]["plan"] == 2 and read[0]["tolist"] == read[2]["tolist"]
     assert read[1] == read[2] == read[0]
 
 

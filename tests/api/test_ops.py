@@ -49,8 +49,11 @@ def test_a_mask_survives_the_plain_values(mask: Mask) -> None:
     assert Posed.of(mask, 0.5).mask() == mask
 
 
-@pytest.mark.parametrize("cu", [None, torch.tensor([0, 100, LENGTH], dtype=torch.int32)], ids=["dense", "packed"])
-@pytest.mark.parametrize("mask", [CAUSAL, CELLS], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "cu"),
+    [(CAUSAL, None), (CELLS, None), (CAUSAL, torch.tensor([0, 100, LENGTH], dtype=torch.int32))],
+    ids=["dense", "tiles", "packed"],
+)
 def test_opcheck(mask: Mask, cu: Tensor | None) -> None:
     q, k, v = (x[:1] for x in tensors())
     plain = (cu, cu, *Posed.of(mask, None))

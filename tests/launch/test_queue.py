@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dash_attn.launch import enqueue
 from dash_attn.launch.queue import IN_FLIGHT
 from dash_attn.order import Choice, Order, applicable, arrange
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 from dash_attn.program import Queue, build
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
@@ -81,44 +81,21 @@ def test_windows_of_unequal_chains_are_launched_in_all_heads_first(name: str) ->
     assert (head == np.arange(150)[:, None]).all()
 
 
-def test_spt_takes_the_heads_of_a_block_in_turn() -> None:
-    queue = enqueue(arrange(square(128, CAUSAL, heads_kv=4), "spt"))
-    chains = [head * 128 + kv for block in ((0, 1), (2, 3)) for kv in range(127, -1, -1) for head in block]
-    assert queue.chains.tolist() == chains and queue.place == "balanced"
+def test_level_takes_the_heads_of_a_block_in_turn() -> None:
+    queue = enqueue(arrange(square(4, CAUSAL, group=2, heads_kv=5), "level"))
+    first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
+    last = [group * 4 + kv for kv in range(4) for group in (3, 4)]
+    assert bundles(queue) == [(chain,) for chain in first + last]
 
 
-def test_chains_of_a_window_are_launched_head_by_head() -> None:
-    queue = enqueue(arrange(square(32, window(6, 0), heads_kv=4), "spt"))
-    assert (queue.chains // 32).tolist() == [head for head in range(4) for _ in range(32)]
-
-
-def test_spt_takes_few_tiny_heads_in_turn_before_the_last() -> None:
+def test_level_takes_few_tiny_heads_in_turn_before_the_last() -> None:
     """Only where q tiles are smaller than kv tiles, and never in the last block."""
-    heads = Problem(1, 128, 128, 4, 4, mask=CAUSAL)
-    narrow, even = (enqueue(arrange(tile(heads, TileShape(m, 2)), "spt")).chains // 2 for m in (1, 2))
-    assert even.tolist() == [*range(64), *range(64), *range(64, 128), *range(64, 128)]
-    assert narrow[128:].tolist() == even[128:].tolist()
-    apart = [np.diff(np.flatnonzero(narrow == head)).item() for head in range(64)]
-    assert min(apart) > 1 and max(apart) < 64, "the two chains of a head are nearer, with other heads between"
-
-
-def test_short_chains_of_hill_follow_the_long_chains_of_the_next_block() -> None:
-    """Blocks of 512 chains: four heads of 128 chains each."""
-    queue = enqueue(arrange(square(128, CAUSAL, heads_kv=12), "hill"))
-    parts = [(block, is_long) for (block, is_long), _ in groupby(queue.chains, key=lambda c: (c // 512, c % 128 < 64))]
-    assert parts == [(0, True), (1, True), (0, False), (2, True), (1, False), (2, False)]
-    assert queue.chains[:8].tolist() == [head * 128 + kv for kv in (63, 62) for head in range(4)]
-    assert queue.place == "balanced"
-
-
-@pytest.mark.parametrize(
-    ("n", "heads", "alone"),
-    [(128, 1, True), (128, 2, True), (128, 3, False), (128, 4, True), (3, 40, True), (64, 5, False)],
-)
-def test_hill_is_one_block_where_pairs_fill_the_gpu_once_or_twice(n: int, heads: int, alone: bool) -> None:
-    queue = enqueue(arrange(square(n, CAUSAL, heads_kv=heads), "hill"))
-    heads_at_once = len(set((queue.chains[:heads] // n).tolist()))
-    assert (heads_at_once == heads) == alone == (queue.place == "fitted")
+    heads = Problem(1, 80, 80, 4, 4, mask=CAUSAL)
+    narrow, even = (enqueue(arrange(tile(heads, TileShape(m, 2)), "level")).chains // 2 for m in (1, 2))
+    assert even.tolist() == [*range(40), *range(40), *range(40, 80), *range(40, 80)]
+    assert narrow[80:].tolist() == even[80:].tolist()
+    apart = [np.diff(np.flatnonzero(narrow == head)).item() for head in range(40)]
+    assert min(apart) > 1 and max(apart) < 40, "the two chains of a head are nearer, with other heads between"
 
 
 def test_a_policy_of_ones_own_is_launched_plainly() -> None:

@@ -11,20 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn.launch import compose
-from dash_attn.order import (
-    AUTO_WIDTH,
-    POLICIES,
-    Choice,
-    Order,
-    Policy,
-    Template,
-    applicable,
-    arrange,
-    choose,
-    cuts,
-    parse,
-    resolve,
-)
+from dash_attn.order import AUTO_WIDTH, POLICIES, Choice, Order, Template, applicable, arrange, choose, parse, resolve
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, tiles, window
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, Tiling, tile
@@ -43,13 +30,6 @@ def chains(template: Template) -> list[list[tuple[int, int, int]]]:
     """(head, q tile, turn) of each visit of each chain."""
     rows = list(zip(template.head.tolist(), template.q.tolist(), template.turn.tolist(), strict=True))
     return [rows[a:b] for a, b in pairwise(template.first.tolist())]
-
-
-def in_batch(tiling: Tiling, batch: int, heads_kv: int) -> Tiling:
-    """The same sequence, in a batch and among kv heads."""
-    p = tiling.problem
-    problem = dataclasses.replace(p, batch=batch, heads_q=p.group * heads_kv, heads_kv=heads_kv)
-    return dataclasses.replace(tiling, problem=problem)
 
 
 def bundles(order: Order, template: int = 0) -> list[tuple[int, ...]]:
@@ -96,9 +76,9 @@ def test_sizes_that_divide_nothing(name: str, mask: Mask, group: int) -> None:
     ("mask", "names"),
     [
         (FULL, [*EVERYWHERE, "shift"]),
-        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "hill", "fold"]),
-        (window(6, 0), [*EVERYWHERE, "diagonal"]),
-        (window(6, 3), [*EVERYWHERE, "diagonal"]),
+        (CAUSAL, [*EVERYWHERE, "symmetric_shift", "diagonal", "level", "fold"]),
+        (window(6, 0), [*EVERYWHERE, "diagonal", "level"]),
+        (window(6, 3), [*EVERYWHERE, "diagonal", "level"]),
         (tiles(np.array([[0, 1], [1, 0]]), 16, 16), EVERYWHERE),
     ],
     ids=str,
@@ -124,9 +104,6 @@ def test_which_policy_applies_where(mask: Mask, names: list[str]) -> None:
         ("shift:0", "width of at least 1 goes with shift"),
         ("fa3:4", "'fa3' cannot take width 4"),
         ("auto:4", "'auto' cannot take width 4"),
-        ("shift@heads", "behind '@' comes head or group"),
-        ("auto@", "behind '@' comes head or group"),
-        ("shift@group", "'@group' goes with auto"),
     ],
 )
 def test_bad_names(text: str, reason: str) -> None:
@@ -155,9 +132,10 @@ def test_auto_runs_on_64_workers(mask: Mask, heads: tuple[int, int]) -> None:
     [
         (64, 1024, TileShape(128, 128), FULL, 4),  # two tiles apart
         (64, 8192, TileShape(128, 128), FULL, 32),
-        (64, 8192, TileShape(64, 128), FULL, 64),
-        (64, 32768, TileShape(64, 128), FULL, 64),  # at most
-        (2, 8192, TileShape(128, 128), FULL, 32),  # however few there are
+        (64, 8192, TileShape(64, 128), FULL, 32),
+        (64, 16384, TileShape(64, 128), FULL, 64),  # four tiles apart, not eight
+        (64, 16384, TileShape(128, 128), FULL, 64),  # as many queries apart
+        (2, 8192, TileShape(128, 128), FULL, 64),  # or most of a GPU would have nothing to do
     ],
 )
 def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask, width: int) -> None:
@@ -167,77 +145,31 @@ def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask
 @pytest.mark.parametrize(
     ("group", "tokens", "mask", "choice"),
     [
-        (1, 512, CAUSAL, "hill"),
-        (1, 65536, CAUSAL, "hill"),
-        (4, 2048, CAUSAL, "hill@head"),
-        (4, 32640, CAUSAL, "hill@head"),
+        (1, 512, CAUSAL, "level"),
+        (1, 16384, CAUSAL, "level"),
+        (4, 4096, CAUSAL, "level"),
+        (4, 2048, CAUSAL, "level"),  # 128 chains, all at once
+        (4, 32640, CAUSAL, "level"),
         (4, 32768, CAUSAL, "fold"),  # 256 kv tiles
         (7, 65536, CAUSAL, "fold"),
-        (4, 1024, FULL, "shift:8@head"),
-        (4, 32768, FULL, "shift:64"),
-        (1, 4096, window(1000, 0), "spt"),
-        (4, 4096, window(1000, 0), "spt@head"),
+        (1, 65536, CAUSAL, "level"),
         (4, 65536, window(1000, 0), "spt"),
-        (4, 1024, tiles(np.array([[0, 1], [1, 0]]), 512, 512), "search:64@head"),
+        (4, 4096, window(1000, 0), "spt"),
     ],
     ids=str,
 )
 def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> None:
     problem = Problem(1, 8 * group, 8, tokens, tokens, mask=mask)
-    assert str(resolve(tile(problem, TileShape(64, 128)), "auto")) == choice
-
-
-def test_auto_with_the_panels_named() -> None:
-    """A suffix sets what is ordered by itself, and `auto` chooses the policy for it."""
-    short, long = (tile(Problem(1, 8, 2, n, n, mask=CAUSAL), TileShape(1, 1)) for n in (96, 256))
-    assert [str(resolve(short, name)) for name in ("auto", "auto@head", "auto@group")] == ["hill@head"] * 2 + ["hill"]
-    assert [str(resolve(long, name)) for name in ("auto", "auto@head", "auto@group")] == ["fold", "hill@head", "fold"]
-    assert compose(short, "auto").policy == "hill@head" and compose(short, "auto@group").geometry.share == 1
-    with pytest.raises(ValueError, match="cannot take width 4"):
-        compose(short, "auto:4@head")
-
-
-def same_template(a: Order, b: Order) -> bool:
-    assert len(a.templates) == len(b.templates) == 1
-    return a.choice == b.choice and chains(a.templates[0]) == chains(b.templates[0])
-
-
-@examples(150)
-@given(st.data())
-def test_auto_orders_a_sequence_alike_in_every_batch(data: st.DataObject) -> None:
-    """Neither the batch nor the number of kv heads changes what `auto` chooses, the visits or the turns."""
-    tiling, policy = data.draw(tilings()), data.draw(st.sampled_from(["auto", "auto@head", "auto@group"]))
-    group, alone = tiling.problem.group, in_batch(tiling, 1, 1)
-    for batch, heads_kv in [(3, 1), (7, 1), (1, 2), (1, 5), (7, 5)]:
-        other = in_batch(tiling, batch, heads_kv)
-        assert other.problem.group == group and same_template(arrange(other, policy), arrange(alone, policy))
-
-
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(700, 0), documents([0, 500, 2048], causal=True)], ids=str)
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("shape", [TileShape(8, 8), TileShape(4, 8)], ids=str)
-def test_auto_orders_a_long_sequence_alike_in_every_batch(mask: Mask, group: int, shape: TileShape) -> None:
-    """256 kv tiles, where `auto` takes other orders than for few."""
-    tiling = tile(Problem(1, group, 1, 2048, 2048, mask=mask), shape)
-    assert same_template(arrange(tiling), arrange(in_batch(tiling, 3, 5)))
-
-
-def test_a_policy_that_looks_at_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiling = square(8, FULL)
-    assert same_template(arrange(tiling), arrange(in_batch(tiling, 7, 1)))
-    monkeypatch.setattr("dash_attn.order.policies.choose", lambda t: Choice("shift", 4 if t.panels > 1 else 8))
-    assert not same_template(arrange(tiling), arrange(in_batch(tiling, 7, 1)))
-    monkeypatch.setattr("dash_attn.order.policies.choose", lambda t: Choice("mine"))
-    mine = Policy(lambda t, width: POLICIES["fa3" if t.panels > 1 else "spt"].build(t, width), "looks at panels")
-    monkeypatch.setitem(POLICIES, "mine", mine)
-    assert not same_template(arrange(tiling), arrange(in_batch(tiling, 7, 1)))
+    assert str(choose(tile(problem, TileShape(64, 128)))) == choice
+    if choice == "level" and group > 1 and tokens <= 2048:  # more of them than workers
+        assert str(choose(tile(dataclasses.replace(problem, batch=4), TileShape(64, 128)))) == "symmetric_shift:16"
 
 
 @examples(100)
 @given(tilings())
 def test_auto_is_an_applicable_policy(tiling: Tiling) -> None:
-    choice = resolve(tiling, "auto")
-    assert choice.policy in applicable(tiling) and choice.by_head == cuts(tiling)
+    choice = choose(tiling)
+    assert choice.policy in applicable(tiling)
     assert compose(tiling, "auto").fingerprint == compose(tiling, choice).fingerprint
 
 
@@ -248,7 +180,9 @@ def test_different_orders_have_different_fingerprints() -> None:
     full, causal = square(6, FULL), square(6, CAUSAL)
     assert len({compose(full, name).fingerprint for name in ("fa3", "descending", "shift", "shift:3")}) == 4
     names = ("fa3", "spt", "descending", "symmetric_shift", "symmetric_shift:2", "diagonal:2")
-    names = (*names, "hill", "fold")
+    assert compose(causal, "level").fingerprint == compose(causal, "descending").fingerprint
+    causal = square(6, CAUSAL, heads_kv=2)
+    names = (*names, "level", "fold")
     assert len({compose(causal, name).fingerprint for name in names}) == len(names)
 
 
@@ -343,57 +277,48 @@ def test_windows_come_in_rounds() -> None:
     assert order.rounds == ([[(0,), (1,)], [(2,), (3,)]],)
 
 
-def test_hill_takes_the_long_half_then_the_short_half() -> None:
-    order = arrange(square(6, CAUSAL), "hill")
-    assert order.rounds[0] == [[(2,), (1,), (0,)], [(3,), (4,), (5,)]]
-    assert [[q for _, q, _ in chain] for chain in chains(order.templates[0])] == [
-        [0, 1, 2, 5, 4, 3],
-        [1, 2, 5, 4, 3],
-        [2, 5, 4, 3],
-        [5, 4, 3],
-        [5, 4],
-        [5],
+def test_level_is_spt_and_in_the_last_heads_descending() -> None:
+    tiling = square(4, CAUSAL, group=2, heads_kv=5)
+    order, spt, descending = (arrange(tiling, name) for name in ("level", "spt", "descending"))
+    assert [chains(template) for template in order.templates] == [
+        chains(other.templates[0]) for other in (spt, descending)
     ]
+    assert order.rounds == (*spt.rounds, *descending.rounds)
+    assert order.template_of.tolist() == order.block_of.tolist() == [0, 0, 0, 1, 1]
+    assert verify(compose(tiling, "level")).co_resident == 1
+    assert len(arrange(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 32])
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_hill_ends_together_and_no_two_meet(n: int, ratio: int) -> None:
-    """Each worker runs a long chain, then the short one that completes it. All pairs take the same time, and at every
-    step a dQ tile has one visitor, whose turn it is."""
-    tiling = tile(Problem(1, 1, 1, n * ratio, n * ratio, mask=CAUSAL), TileShape(1, ratio))
-    order = arrange(tiling, "hill")
-    visits, (longs, shorts) = chains(order.templates[0]), order.rounds[0]
-    shorts = shorts[len(shorts) - len(longs) :]  # an odd one in the middle has no partner
-    pairs = [visits[i] + visits[j] for (i,), (j,) in zip(longs, shorts, strict=True)]
-    assert len(set(map(len, pairs))) == 1
-    if n % 2 == 0:
-        result = simulate(compose(tiling, "hill"), n // 2, Paper(1, 0.25), record=False)
-        assert result.makespan == 1.25 * len(pairs[0])
-    at: dict[int, list[tuple[int, int]]] = {}
-    for pair in pairs:
-        for step, (_, q, turn) in enumerate(pair):
-            at.setdefault(q, []).append((turn, step))
-    for visitors in at.values():
-        steps = [step for _, step in sorted(visitors)]
-        assert steps == sorted(set(steps))
+@pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])
+def test_level_has_blocks_of_256_chains(tiles: int, heads: int, last: int) -> None:
+    order = arrange(square(tiles, CAUSAL, heads_kv=heads), "level")
+    assert order.template_of.sum() == last
+    assert max(np.bincount(order.block_of)) == min(-(-256 // tiles), heads // 2)
 
 
-@examples(100)
-@given(st.integers(1, 24), st.integers(1, 3), st.data())
-def test_the_long_chains_of_hill_never_catch_up(n: int, group: int, data: st.DataObject) -> None:
-    """Chains that start in launch order reach every dQ tile a step apart: long ones whenever they start, short ones if
-    they start a step apart for each query head, because a shorter chain gains a step in each."""
-    order = arrange(square(n, CAUSAL, group), "hill")
-    for chains_of_round, least in zip(order.rounds[0], (0, group), strict=True):
-        gaps = data.draw(st.lists(st.integers(least, least + 5), min_size=n, max_size=n))
-        visited: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for (kv,), start in zip(chains_of_round, np.cumsum(gaps).tolist(), strict=False):
-            for step, (head, q, turn) in enumerate(chains(order.templates[0])[kv]):
-                visited.setdefault((head, q), []).append((turn, start + step))
-        for visits in visited.values():
-            visits.sort()
-            assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))
+def test_level_alternates_where_heads_are_grouped() -> None:
+    order = arrange(square(32, CAUSAL, group=2, heads_kv=16), "level")
+    assert order.block_of.tolist() == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert order.template_of.tolist() == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+
+
+@examples(150)
+@given(st.integers(1, 24), st.integers(1, 3), st.booleans(), st.data())
+def test_level_hands_over_a_step_later_whenever_chains_start(
+    n: int, group: int, coming_down: bool, data: st.DataObject
+) -> None:
+    """Chains that start in launch order, going up: whenever they do. Coming down: at least a step apart for each
+    query head, because a shorter chain gains a step in each."""
+    order = arrange(square(n, CAUSAL, group, heads_kv=2), "level")
+    least = group if coming_down else 0
+    gaps = data.draw(st.lists(st.integers(least, least + 5), min_size=n, max_size=n))
+    visited: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (kv,), start in zip(bundles(order, int(coming_down)), np.cumsum(gaps).tolist(), strict=True):
+        for step, (head, q, turn) in enumerate(chains(order.templates[int(coming_down)])[kv]):
+            visited.setdefault((head, q), []).append((turn, start + step))
+    for visits in visited.values():
+        visits.sort()
+        assert all(later > earlier for (_, earlier), (_, later) in pairwise(visits))
 
 
 def test_fold_takes_the_short_half_then_the_long_half() -> None:
@@ -451,14 +376,21 @@ def test_heads_ordered_by_themselves() -> None:
     """Each q head of a group has the order that it would have alone."""
     grouped, single = (Problem(2, 8, kv, 96, 96, mask=CAUSAL) for kv in (2, 8))
     shape = TileShape(8, 16)
-    by_head, alone = compose(tile(grouped, shape), "hill@head"), compose(tile(single, shape), "hill")
+    by_head, alone = compose(tile(grouped, shape), "level@head"), compose(tile(single, shape), "level")
     assert by_head.geometry.share == 4 and alone.geometry.share == 1
     assert np.array_equal(by_head.chains, alone.chains) and np.array_equal(by_head.runs, alone.runs)
     assert by_head.fingerprint != alone.fingerprint, "dK and dV are summed over heads in one of them"
-    assert compose(tile(single, shape), "hill@head").fingerprint == alone.fingerprint
-    assert compose(tile(grouped, shape), "hill").geometry.share == 1
+    assert compose(tile(single, shape), "level@head").fingerprint == alone.fingerprint
+    assert compose(tile(grouped, shape), "level").geometry.share == 1
 
 
-@pytest.mark.parametrize("text", ["fa3", "shift:4", "shift:4@head", "auto", "auto@head", "auto@group"])
+@pytest.mark.parametrize("text", ["fa3", "shift:4", "shift:4@head", "auto@head"])
 def test_a_choice_is_written_as_it_is_read(text: str) -> None:
     assert str(parse(text)) == text
+
+
+def test_auto_by_head_has_a_name_of_its_own() -> None:
+    tiling = tile(Problem(1, 8, 2, 96, 96, mask=CAUSAL), TileShape(8, 16))
+    assert compose(tiling, "auto@head").policy == str(resolve(tiling, "auto@head")) == "level@head"
+    with pytest.raises(ValueError, match="cannot take width 4"):
+        compose(tiling, "auto:4@head")

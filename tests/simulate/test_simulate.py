@@ -255,27 +255,15 @@ LIKE_AN_H200 = {
     ],
     ids=["d64 16k", "d128 8k", "32/8 heads 16k"],
 )
-def test_hill_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
+def test_level_fills_any_number_of_workers(problem: Problem, workers: int) -> None:
     """Pairs of equal length leave four of 132 workers waiting, and many of 124."""
     tiling = tile(problem, TileShape(64 if problem.dim == 128 else 128, 128))
     machine = LIKE_AN_H200[problem.dim]
-    hill, paired = (
-        simulate(compose(tiling, name), workers, machine, record=False) for name in ("auto", "symmetric_shift:32@head")
+    level, paired = (
+        simulate(compose(tiling, name), workers, machine, record=False) for name in ("level", "symmetric_shift:32")
     )
-    assert hill.program.policy.startswith("hill")
-    assert hill.makespan < 1.035 * lower_bounds(hill.program, workers, machine)["work / workers"]
+    bound = lower_bounds(level.program, workers, machine)["work / workers"]
+    grouped = problem.group > 1  # whose chains are kept in step, which costs some
+    assert level.makespan < (1.02 if not grouped else 1.04 if workers > 100 else 1.11) * bound
     if workers != 128:
-        assert hill.makespan < paired.makespan
-
-
-@pytest.mark.parametrize(("heads", "tokens"), [(16, 2048), (8, 4096), (6, 4096), (2, 16384), (16, 4096), (4, 16384)])
-def test_hill_leaves_workers_idle_rather_than_waiting(heads: int, tokens: int) -> None:
-    """Pairs of chains that fill the workers once or twice take as long as so many pairs, though some workers idle."""
-    tiling = tile(Problem(1, heads, heads, tokens, tokens, 128, mask=CAUSAL), TileShape(64, 128))
-    machine, chains = LIKE_AN_H200[128], tiling.num_kv
-    program = compose(tiling, "hill")
-    result = simulate(program, 132, machine, record=False)
-    rounds = -(-heads * chains // 2 // 132)
-    assert result.makespan < 1.05 * rounds * machine.compute * 2 * (chains + 1)
-    everywhere = dataclasses.replace(program, place="balanced")
-    assert simulate(everywhere, 132, machine, record=False).makespan > 1.1 * result.makespan
+        assert level.makespan < paired.makespan - (0.005 if grouped else 0.015) * bound

@@ -23,7 +23,8 @@ def forward_pack(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
         rows = Rows(problem, sequence)
         if sequence.len_q and sequence.len_k:
             operands = rows.of_q(q), rows.of_k(k), rows.of_k(v)
-            fill(problem.alone(sequence), operands, (rows.of_q(out), rows.of_lse(lse)))
+            alone = problem.distinct[sequence.len_q, sequence.len_k]
+            fill(alone, operands, (rows.of_q(out), rows.of_lse(lse)))
         elif sequence.len_q:
             rows.of_q(out).zero_()
             rows.of_lse(lse).fill_(-math.inf)

@@ -45,10 +45,10 @@ ABOUT = {
         "together.",
         "spt-and-diagonal",
     ),
-    "hill": About(
-        "Long chains, then short ones: lengths go up and down again, so all workers end together and no two chains "
-        "meet.",
-        "hill",
+    "level": About(
+        "The order of spt, but in the last heads the longest chain starts first and comes down, so all workers end "
+        "together.",
+        "level",
     ),
     "fold": About(
         "Rounds of short chains, each followed by as many long ones, so that all workers end a round together.",
@@ -62,8 +62,8 @@ ABOUT = {
 
 
 def about(policy: str) -> About | None:
-    """What is known of a policy. What is behind its name ('shift:16@head') makes no difference."""
-    return ABOUT.get(policy.partition("@")[0].partition(":")[0])
+    """What is known of a policy. A width behind its name ('shift:16') makes no difference."""
+    return ABOUT.get(policy.partition(":")[0])
 
 
 def tour_link(anchor: str, page: Path) -> str | None:

@@ -30,7 +30,7 @@ HEADINGS = {
     "grid_ours": "Throughput of our orders",
     "price": "Price of determinism",
     "models": "Attention of known models",
-    "few": "Few key/value heads",
+    "few": "Few key/value heads (auto@head)",
     "padded": "Padded head dims",
     "length": "Cost against length",
     "block": "Transformer block",

@@ -28,7 +28,7 @@ FAMILIES = {
     "diagonal": "#5b5ea6",
     "spt": "#9c6ade",
     "search": "#35a7a5",
-    "hill": "#c2a83e",
+    "level": "#c2a83e",
     "fold": "#7a8f3c",
     "shift": OURS,
     "symmetric_shift": OURS,

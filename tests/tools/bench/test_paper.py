@@ -90,9 +90,9 @@ def test_what_was_not_measured_is_not_told() -> None:
 
 
 def test_symmetric_shift_is_told_beside_the_order_of_auto() -> None:
-    us = {"hill": 50.0, "symmetric_shift:8": 90.0, "symmetric_shift:64": 60.0, "fa3": 120.0}
+    us = {"level": 50.0, "symmetric_shift:8": 90.0, "symmetric_shift:64": 60.0, "fa3": 120.0}
     other = {"symmetric_shift:128 finish=last": 1.0}  # another kernel, whose name no width can be read from
-    made = {**row("d128 causal 512", us | other), "default": "hill"}
+    made = {**row("d128 causal 512", us | other), "default": "level"}
     text = page({"grid": result(made)}, "x")
     assert "Symmetric shift against the paper's baseline order: 2.00x" in text
     assert (

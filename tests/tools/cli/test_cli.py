@@ -39,7 +39,7 @@ def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path):
     code, out, _ = run(capsys, "trace", tmp_path / "events.npz", *files)
     assert code == 0 and "compute" in out and "wrote" in out
     page = (tmp_path / "page.html").read_text()
-    assert "measured, hill" in page and "simulated, hill" in page
+    assert "measured, level" in page and "simulated, level" in page
     names = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
     assert any(name.startswith("reduce") for name in names)
     code, out, _ = run(capsys, "trace", tmp_path / "events.npz", "--json", "--save", tmp_path / "copy.npz")

@@ -8,6 +8,7 @@ import torch
 import dash_attn
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
+from dash_attn.pack import Pack
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from dash_attn.tools.cli.main import main
@@ -30,7 +31,6 @@ MASKS = {
     "full": (["--mask", "full"], FULL),
     "causal": (["--mask", "causal"], CAUSAL),
     "window": (["--mask", "causal", "--window", "300,-1"], CAUSAL & window(300, None)),
-    "documents": (["--mask", "causal-documents:300,724"], documents([0, 300, 1024], causal=True)),
 }
 
 
@@ -49,6 +49,26 @@ def test_tile_and_fingerprint_are_those_that_the_kernel_runs(capsys, dim, mask):
     assert json.loads(run(capsys, "simulate", *sizes))["fingerprint"] == planned.fingerprint
     (row,) = json.loads(run(capsys, "compare", *sizes, "--policy", "auto"))
     assert row["fingerprint"] == planned.fingerprint
+
+
+@pytest.mark.parametrize("backend", [Sm90Backend(torch.device("cuda")), CpuBackend()], ids=lambda each: each.name)
+def test_documents_are_explained_together_and_simulated_one_by_one(capsys, backend):
+    mask, dtype = "causal-documents:300,24,300,2400", "bfloat16" if backend.name == "sm90" else "float32"
+    sizes = ["--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 3024, "--mask", mask, "--backend", backend.name]
+    problem = Problem(2, 4, 2, 3024, 3024, 128, dtype, mask=documents([0, 300, 324, 624, 3024], causal=True))
+    pack = Pack(problem, backend.tile_shape)
+    alone = [plan(each, backend.tile_shape(each)) for each in map(problem.alone, problem.sequences)]
+    said = json.loads(run(capsys, "explain", *sizes, "--json"))
+    assert (said["sequences"], said["templates"]) == (8, 3)
+    assert said["fingerprint"] == pack.fingerprint and said["tasks"] == sum(each.num_tasks for each in alone)
+    assert said["co_resident"] == max(each.co_resident for each in alone)
+    assert said["tile"] == ("64x128" if backend.name == "sm90" else "256x256, 512x512")
+    assert said["workspace_bytes"] > 0 and said["policy"] == ", ".join(dict.fromkeys(p.program.policy for p in alone))
+    assert "3024 tokens" in run(capsys, "explain", *sizes)
+    for command in ("simulate", "compare", "search"):
+        with pytest.raises(SystemExit) as stop:
+            main([command, *map(str, sizes)])
+        assert stop.value.code == 2 and "this command takes one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dim", [64, 128])

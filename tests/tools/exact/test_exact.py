@@ -134,8 +134,8 @@ def test_progress_is_told() -> None:
     assert told and all(best >= result.makespan and bound <= result.makespan for best, bound in told)
 
 
-def test_two_heads_of_an_even_number_of_chains_are_no_puzzle_for_hill() -> None:
-    assert makespan(square(4, CAUSAL, 2), "hill", 4, Paper(4, 1)) == check(square(4, CAUSAL, 2), 4, 4, 1).makespan
+def test_two_heads_of_an_odd_number_of_chains_are_no_puzzle_for_level() -> None:
+    assert makespan(square(5, CAUSAL, 2), "level", 5, Paper(4, 1)) == check(square(5, CAUSAL, 2), 5, 4, 1).makespan
 
 
 def test_an_interrupt_is_pythons_again() -> None:

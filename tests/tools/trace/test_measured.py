@@ -88,7 +88,7 @@ def test_a_worker_beside_whole_windows_waits_early() -> None:
     [("trace_d64_h200", 1228, (0.002, 0.004)), ("trace_d128_h200", 1075, (0.001, 0.003))],
 )
 def test_real_traces(file: str, makespan: float, slots: tuple[float, float]) -> None:
-    """Of an H200: `auto` fills its 132 SMs, so no SM waits for a window that others have not begun."""
+    """Of an H200: `level` fills its 132 SMs, so no SM waits for a window that others have not begun."""
     found = measured(load_trace(RESULTS / f"{file}.npz"))
     sums = shares(found)
     assert sorted(found.sm) == list(range(132)) and found.split == ("d64" in file)

@@ -40,7 +40,7 @@ def test_stalls_and_bubbles_are_shares_of_the_workers_time(simulated) -> None:
 
 
 def test_the_shortest_makespans_are_best(simulated) -> None:
-    drawn = [chart(simulated(policy, n=8)) for policy in ("fa3", "symmetric_shift", "descending", "hill")]
+    drawn = [chart(simulated(policy, n=8)) for policy in ("fa3", "symmetric_shift", "descending", "level")]
     shortest = min(each.makespan for each in drawn)
     assert best(drawn) == {i for i, each in enumerate(drawn) if each.makespan == pytest.approx(shortest)}
     assert 0 not in best(drawn)

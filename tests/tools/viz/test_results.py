@@ -68,7 +68,7 @@ def test_files_of_one_suite_are_put_together(tmp_path: Path) -> None:
     files = []
     for number, (command, note) in enumerate((("first\nsecond", "a part"), ("third", None))):
         environment: dict[str, Any] = {"command": command} | ({"note": note} if note else {})
-        made = {"suite": "length", "environment": environment, "rows": [row(512 << number, "causal", "hill")]}
+        made = {"suite": "length", "environment": environment, "rows": [row(512 << number, "causal", "level")]}
         files.append(write(tmp_path / f"{number}.json", made))
     (whole,) = gathered(files).values()
     assert whole["commands"] == ["first", "second", "third"] and whole["notes"] == ["a part"]
