@@ -102,6 +102,11 @@ def test_blocks_of_short_or_grouped_heads_have_128_chains(n: int, group: int, he
     assert [sorted(set(block.tolist())) for block in blocks] == [[*range(heads)], [*range(heads, 2 * heads)]]
 
 
+def test_a_head_of_more_chains_than_a_block_is_a_block() -> None:
+    queue = enqueue(arrange(square(300, CAUSAL, heads_kv=3), "spt"))
+    assert queue.chains.tolist() == [head * 300 + kv for head in range(3) for kv in range(299, -1, -1)]
+
+
 @pytest.mark.parametrize("name", ["spt", "level"])
 def test_chains_of_a_window_are_launched_head_by_head(name: str) -> None:
     queue = enqueue(arrange(square(32, window(6, 0), heads_kv=4), name))
