@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.order import applicable
-from dash_attn.pack import Assembly, Doc, PackedChain, assemble, check, templates
+from dash_attn.pack import Assembly, Doc, Pack, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain
@@ -173,12 +173,22 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(each.nbytes for each in known._known.values()) == known._bytes <= 4000
 
 
-def test_an_order_that_differs_from_head_to_head_is_refused() -> None:
-    problem = Problem(1, 4, 1, 60, 60, mask=documents([0, 20, 60], causal=True))
-    heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head").program
+@pytest.mark.parametrize("policy", ["level", "level@head"])
+def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
+    """The template of a pack has one kv head, and the plan of a document has all of them: they would differ."""
+    problem = Problem(1, 4, 2, 60, 60, mask=documents([0, 20, 60], causal=True))
+    heads = plan(Problem(1, 4, 2, 40, 40, mask=CAUSAL), SHAPE, policy).program
     assert len(np.unique(heads.chains[heads.chains[:, Chain.KV_TILE] == 0, Chain.FIRST_RUN])) > 1
+    with pytest.raises(ValueError, match="orders the last heads of a batch in another way"):
+        assemble(problem, SHAPE, policy)
+    with pytest.raises(ValueError, match="orders the last heads of a batch in another way"):
+        Pack(problem, lambda _: SHAPE, policy).require_order()
+
+
+def test_a_program_whose_panels_differ_is_no_template() -> None:
+    heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        assemble(problem, SHAPE, "level@head")
+        templates.Template.of(heads.program, heads.co_resident)
 
 
 def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:
