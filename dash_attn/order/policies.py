@@ -174,9 +174,7 @@ def _search(tiling: Tiling, width: int) -> Built:
 
 POLICIES: dict[str, Policy] = {
     "fa3": Policy(_fa3, "ascending q tiles, turns by ascending kv tile (the paper's baseline)"),
-    "spt": Policy(
-        _spt, "shortest chain first, ascending q tiles, turns as launched"
-    ),
+    "spt": Policy(_spt, "shortest chain first, ascending q tiles, turns as launched"),
     "descending": Policy(_descending, "descending q tiles, turns by ascending kv tile"),
     "shift": Policy(
         _shift,

@@ -19,7 +19,7 @@ from dash_attn.verify import TooFewWorkers
 from . import forwards
 from .config import HEAD_DIMS, KernelConfig, select
 from .launch import Launch
-from .packed import flat
+from .packed import Flat
 from .tables import DeviceTables, PackedTables
 from .workspace import Workspace, kv_sum_shape
 
@@ -57,7 +57,8 @@ class Sm90Backend:
 
     def backward(self, plan: Planned, options: Options) -> Backward:
         if isinstance(plan, Pack):
-            return flat(plan.problem, pack_launch_of(plan, options, self.device))
+            launch = pack_launch_of(plan, options, self.device)
+            return launch if plan.problem.batch == 1 else Flat(launch)
         return launch_of(plan, options, self.device)
 
     def workers(self, plan: Planned) -> int:
