@@ -92,9 +92,8 @@ def pack_launch_of(pack: Pack, options: Options, device: torch.device) -> Launch
     cfg = config_of(problem, options)
     made = assemble(problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy)
     if made.co_resident > workers:
-        raise ValueError(
-            f"sm_margin={options.sm_margin} leaves {workers} SMs: {TooFewWorkers(pack.policy, made.co_resident, workers)}"
-        )
+        missing = TooFewWorkers(pack.policy, made.co_resident, workers)
+        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {missing}")
     sides = problem.mask.left, problem.mask.right
     cfg = replace(cfg, cut=made.sizes.cut, packed=True)
     return Launch(cfg, PackedTables.of(made, workers, sides, device), problem.softmax_scale)

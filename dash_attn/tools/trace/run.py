@@ -34,8 +34,8 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     assert isinstance(planned, Plan)
     if planned.program.geometry.share > 1:
         raise ValueError(
-            f"policy {policy!r} cuts chains by q head here, which the tracing build does not run: give auto@group, or a "
-            "policy by name without @head"
+            f"policy {policy!r} cuts chains by q head here, which the tracing build does not run: give auto@group, "
+            "or a policy by name without @head"
         )
     operands = draw_operands(problem, device, seed)
     plain, traced = (Gradients(*(torch.empty_like(x) for x in operands[1:4])) for _ in range(2))
