@@ -19,7 +19,7 @@ from dash_attn.verify import TooFewWorkers
 from . import forwards
 from .config import HEAD_DIMS, KernelConfig, select
 from .launch import Launch
-from .packed import flat
+from .packed import Flat
 from .tables import DeviceTables, PackedTables
 from .workspace import Workspace, kv_sum_shape
 
@@ -57,7 +57,8 @@ class Sm90Backend:
 
     def backward(self, plan: Planned, options: Options) -> Backward:
         if isinstance(plan, Pack):
-            return flat(plan.problem, pack_launch_of(plan, options, self.device))
+            launch = pack_launch_of(plan, options, self.device)
+            return launch if plan.problem.batch == 1 else Flat(launch)
         return launch_of(plan, options, self.device)
 
     def workers(self, plan: Planned) -> int:
@@ -91,9 +92,8 @@ def pack_launch_of(pack: Pack, options: Options, device: torch.device) -> Launch
     cfg = config_of(problem, options)
     made = assemble(problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy)
     if made.co_resident > workers:
-        raise ValueError(
-            f"sm_margin={options.sm_margin} leaves {workers} SMs: {TooFewWorkers(pack.policy, made.co_resident, workers)}"
-        )
+        missing = TooFewWorkers(pack.policy, made.co_resident, workers)
+        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {missing}")
     sides = problem.mask.left, problem.mask.right
     cfg = replace(cfg, cut=made.sizes.cut, packed=True)
     return Launch(cfg, PackedTables.of(made, workers, sides, device), problem.softmax_scale)

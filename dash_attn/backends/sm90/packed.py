@@ -1,22 +1,24 @@
-"""Packs on the GPU: the rows of a batch as one row after the other."""
+"""Packs in a batch: the batch entries become one row of tokens, as the kernel takes them."""
 
 from __future__ import annotations
 
-from dash_attn.backends.base import Backward, Gradients, Operands
-from dash_attn.problem import Problem
+from dash_attn.backends.base import Gradients, Operands
+
+from .launch import Launch
 
 
-def flat(problem: Problem, run: Backward) -> Backward:
+class Flat:
     """A backward for tensors (batch, seqlen, ...) from one for tensors (1, batch * seqlen, ...)."""
-    if problem.batch == 1:
-        return run
 
-    def call(operands: Operands, into: Gradients | None = None) -> Gradients:
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def __call__(self, operands: Operands, into: Gradients | None = None) -> Gradients:
         dout, q, k, v, out = [x.flatten(0, 1)[None] for x in operands[:5]]
-        grads = run(Operands(dout, q, k, v, out, operands.lse.transpose(0, 1).flatten(1, 2)[None]))
-        into = Gradients.room(operands) if into is None else into
+        lse = operands.lse.transpose(0, 1).flatten(1, 2)[None]
+        grads = self.launch(Operands(dout, q, k, v, out, lse))
+        if into is None:
+            return Gradients(*[grad.view(x.shape) for grad, x in zip(grads, operands[1:4], strict=True)])
         for given, grad in zip(into, grads, strict=True):
             given.copy_(grad.view(given.shape))
         return into
-
-    return call

@@ -32,8 +32,8 @@ class GradEntry(IntEnum):
     KV_TILE = 1  # of packed sequences, counted over all sequences
     KV_HEAD = 2  # the q head of a cut chain
     BATCH = 3
-    ROW = 5
-    SHIFT = 6
+    ROW = 4
+    SHIFT = 5
 
 
 class Info(IntEnum):

@@ -30,6 +30,13 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
         )
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(problem, policy, Options(), device)
+    planned = prepared.plan
+    assert isinstance(planned, Plan)
+    if planned.program.geometry.share > 1:
+        raise ValueError(
+            f"policy {policy!r} cuts chains by q head here, which the tracing build does not run: give auto@group, "
+            "or a policy by name without @head"
+        )
     operands = draw_operands(problem, device, seed)
     plain, traced = (Gradients(*(torch.empty_like(x) for x in operands[1:4])) for _ in range(2))
     call = partial(prepared.backward, operands, plain)
@@ -40,8 +47,6 @@ def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trac
     events = builds.trace(launch, operands, traced)
     if kernels := kernel_shares(call, device):
         us |= {"main": us["call"] * kernels[0], "side": us["call"] * sum(kernels[1:])}
-    planned = prepared.plan
-    assert isinstance(planned, Plan)
     facts = {
         "problem": {name: value for name, value in asdict(problem).items() if isinstance(value, int | float | str)},
         "policy": planned.program.policy,

@@ -8,6 +8,7 @@ import torch
 
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90.backend import resident_workers
+from dash_attn.backends.sm90.packed import Flat
 from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.order import applicable
 from dash_attn.prepare import Prepared, prepare
@@ -32,7 +33,8 @@ def prepared(
 
 def policies(problem: Problem) -> list[str]:
     """Those that apply to a problem."""
-    return applicable(tile(problem, prepared(problem).backend.tile_shape(problem)))
+    alone = problem.alone(max(problem.sequences, key=lambda sequence: sequence.len_k))
+    return applicable(tile(alone, prepared(problem).backend.tile_shape(problem)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +56,26 @@ class Case:
     def run(self, prepared: Prepared) -> Gradients:
         """One backward with every byte that the kernel should not trust poisoned."""
         into = room(self.operands)
-        workspace = Workspace.of(prepared.run_backward.cfg, self.operands.q)
-        poison(workspace, into)
-        prepared.run_backward(self.operands, into, workspace)
+        self.poisoned(prepared, into, self.workspace(prepared))
         return into
+
+    def workspace(self, prepared: Prepared, dq: torch.Tensor | None = None) -> Workspace | None:
+        """None for a pack in a batch, which makes a workspace of its own."""
+        launch = prepared.run_backward
+        return None if isinstance(launch, Flat) else Workspace.of(launch.cfg, self.operands.q, dq, launch.tables.n_q)
+
+    def poisoned(self, prepared: Prepared, into: Gradients, workspace: Workspace | None) -> None:
+        poison(workspace, into)
+        how = () if workspace is None else (workspace,)
+        prepared.run_backward(self.operands, into, *how)
 
     def differing(self, prepared: Prepared, runs: int) -> int:
         """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""
         first, into = self.run(prepared), room(self.operands)
-        workspace = Workspace.of(prepared.run_backward.cfg, self.operands.q, into.dq)  # where it lies changes no bit
+        workspace = self.workspace(prepared, into.dq)  # where it lies changes no bit
         count = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for _ in range(runs):
-            poison(workspace, into)
-            prepared.run_backward(self.operands, into, workspace)
+            self.poisoned(prepared, into, workspace)
             count += changed(into, first)
         return int(count)
 
@@ -76,10 +85,11 @@ def room(operands: Operands) -> Gradients:
     return Gradients(*(torch.empty_like(x) for x in operands[1:4]))
 
 
-def poison(workspace: Workspace, into: Gradients) -> None:
-    for t in (workspace.lse2, workspace.delta, workspace.dq_sum, *into):
+def poison(workspace: Workspace | None, into: Gradients) -> None:
+    for t in into if workspace is None else (workspace.lse2, workspace.delta, workspace.dq_sum, *into):
         t.fill_(float("nan"))
-    workspace.counters.fill_(7)
+    if workspace is not None:
+        workspace.counters.fill_(7)
 
 
 def changed(a, b) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
-An argument names a kernel and the arguments of `select`: kind,dim,dtype,mask,ordered,keys. A further ",debug" or
-",trace" asks for that build.
+An argument names a kernel and the arguments of `select`: kind,dim,dtype,mask,ordered,keys. A further ",debug",
+",trace", ",cut" or ",packed" asks for that build.
 
     python tests/backends/sm90/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """

@@ -39,6 +39,8 @@ class Task(NamedTuple):
 class Chain(NamedTuple):
     name: object
     tasks: list[Task]
+    target: object = None  # names the dK and dV tile of a cut chain
+    turn: int = 0  # of a cut chain at its target
 
 
 class Entry(NamedTuple):
@@ -50,6 +52,8 @@ class Entry(NamedTuple):
     begins: bool = False
     ends: bool = False
     part: int = 0  # of a cut chain's end
+    target: object = None
+    turn: int = 0
 
     @property
     def fetches(self) -> bool:
@@ -99,7 +103,8 @@ class Cta:
         threads: Mapping[NamedBarrier, int] = NAMED_BARRIER_THREADS,
         ring: int = RING,
     ):
-        self.cfg, self.chains, self.counters = cfg, chains, counters
+        self.cfg, self.counters = cfg, counters
+        self.chains = chains  # of a pack: a list that all workers share and take chains from
         self.mbarriers = {(spec.name, i): MBarrier(spec) for spec in specs for i in range(spec.count)}
         self.named = {barrier: HardwareBarrier(count) for barrier, count in threads.items()}
         self.unused: set[object] = {
@@ -204,23 +209,45 @@ class Producer(RoleModel):
     role = Role.PRODUCER
 
     def run(self) -> Steps:
-        task, ends = 0, self.cta.cfg.chain_entries
-        for i, chain in enumerate(self.cta.chains):
-            count = len(chain.tasks)
-            if not chain.tasks:
-                yield from self.load_kv(i, count)
-            for t, what in enumerate(chain.tasks):
-                what = what._replace(last=what.last and self.cta.cfg.last_finishes)
-                entry = Entry("task", i, what, begins=t == 0, ends=t + 1 == count)
-                yield from self.load_task(task, task + i * ends, entry, (i, t))
-                if entry.begins:
-                    yield from self.load_kv(i, count)
-                task += 1
-            for part in range(ends):
-                publish(self, task + i * ends + part, Entry("grad", i, part=part))
-        for w in range(WRITERS):
-            publish(self, task + len(self.cta.chains) * ends + w, Entry("end"))
+        if self.cta.cfg.packed:
+            yield from self.take_tickets()
+        else:
+            task = 0
+            for i, chain in enumerate(self.cta.chains):
+                task = yield from self.walk(i, task, chain)
+            self.close(task + len(self.cta.chains) * self.cta.cfg.chain_entries)
         yield "step"
+
+    def take_tickets(self) -> Steps:
+        task, i = 0, 0
+        while self.cta.chains:
+            task = yield from self.walk(i, task, self.cta.chains.pop(0))
+            i += 1
+            yield "step"
+        yield from self.wait("k_empty", 0, (i & 1) ^ 1)
+        self.cta.info[i & 1] = i, -1
+        self.arrive("k_full")
+        self.close(task + i * self.cta.cfg.chain_entries)
+
+    def walk(self, i: int, task: int, chain: Chain) -> Generator[str, None, int]:
+        """Returns the number of the task after the chain."""
+        ends, count = self.cta.cfg.chain_entries, len(chain.tasks)
+        if not chain.tasks:
+            yield from self.load_kv(i, count)
+        for t, what in enumerate(chain.tasks):
+            what = what._replace(last=what.last and self.cta.cfg.last_finishes)
+            entry = Entry("task", i, what, begins=t == 0, ends=t + 1 == count)
+            yield from self.load_task(task, task + i * ends, entry, (i, t))
+            if entry.begins:
+                yield from self.load_kv(i, count)
+            task += 1
+        for part in range(ends):
+            publish(self, task + i * ends + part, Entry("grad", i, part=part, target=chain.target, turn=chain.turn))
+        return task
+
+    def close(self, number: int) -> None:
+        for w in range(WRITERS):
+            publish(self, number + w, Entry("end"))
 
     def load_task(self, task: int, number: int, entry: Entry, label: object) -> Steps:
         stage, phase = stage_of(task)
@@ -254,25 +281,46 @@ class Consumer(RoleModel):
             self.arrive(name, index)
 
     def run(self) -> Steps:
-        cta, task, ends = self.cta, 0, self.cta.cfg.chain_entries
-        for i in range(len(cta.chains)):
-            yield from self.wait("k_full", 0, i & 1)
-            info = cta.info[i & 1]
-            assert info is not None and info[0] == cta.k == i, "K of another chain"
-            arrived = False
-            if info[1] == 0:
-                if not cta.cfg.cut:
-                    yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
-                self.leave("v_empty")
-                self.leave("k_empty")
-            for t in range(info[1]):
+        cta, task = self.cta, 0
+        if cta.cfg.packed:
+            i = 0
+            yield from self.wait("k_full", 0, 0)
+            while self.tasks_of(i) >= 0:
+                task = yield from self.chain(i, task)
+                i += 1
+                yield from self.wait("k_full", 0, i & 1)
+            if not cta.cfg.cut:
+                yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
+                self.leave("dk_full")
+        else:
+            for i in range(len(cta.chains)):
+                yield from self.wait("k_full", 0, i & 1)
+                task = yield from self.chain(i, task)
+
+    def tasks_of(self, i: int) -> int:
+        info = self.cta.info[i & 1]
+        assert info is not None and info[0] == i, "facts of another chain"
+        return info[1]
+
+    def chain(self, i: int, task: int) -> Generator[str, None, int]:
+        """Returns the number of the task after the chain."""
+        cta, ends, arrived = self.cta, self.cta.cfg.chain_entries, False
+        assert cta.k == i, "K of another chain"
+        if self.tasks_of(i) == 0:
+            if not cta.cfg.cut:
+                yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
+            self.leave("v_empty")
+            self.leave("k_empty")
+        else:
+            for t in range(self.tasks_of(i)):
                 arrived = yield from self.task((task, task + i * ends), (i, t), arrived)
                 task += 1
-            if cta.cfg.cut:
-                yield from self.hand_over_parts(i, task + i * ends)
-            else:
-                yield from self.hand_over_dk(i)
-                yield from self.hand_over_dv(i, task + i * ends)
+        if cta.cfg.cut:
+            yield from self.hand_over_parts(i, task + i * ends)
+        else:
+            yield from self.hand_over_dk(i)
+            yield from self.hand_over_dv(i, task + i * ends)
+        return task
 
     def task(self, numbers: tuple[int, int], label: tuple[int, int], arrived: bool) -> Generator[str, None, bool]:
         """Returns whether the next Q has arrived."""
@@ -384,7 +432,7 @@ class DqWriter(RoleModel):
                 return
             if entry.kind == "grad":
                 if cfg.cut:
-                    yield from self.store_part(number, entry)
+                    yield from self.add_part(number, entry)
                 else:
                     yield from self.store_dv(number, entry)
             else:
@@ -444,10 +492,15 @@ class DqWriter(RoleModel):
         if not self.cta.cfg.last_finishes:
             self.free(number)
 
-    def store_part(self, number: int, entry: Entry) -> Steps:
+    def add_part(self, number: int, entry: Entry) -> Steps:
+        counter = entry.target, entry.part, self.halves
+        while self.cta.counters.get(counter, 0) != entry.turn:
+            yield "blocked"
         yield from self.take(number, ("part", entry.chain, entry.part))
         if not self.cta.cfg.last_finishes:
             self.free(number)
+        yield "step"
+        self.cta.counters[counter] = entry.turn + 1
 
     def take(self, number: int, label: object) -> Steps:
         """Reads the halves, which must not change until all of them are read."""
@@ -465,12 +518,25 @@ class DkWriter(RoleModel):
     role = Role.DK_WRITER
 
     def run(self) -> Steps:
-        for i in range(0 if self.cta.cfg.cut else len(self.cta.chains)):
-            yield from self.wait("dk_full", 0, i & 1)
-            self.check_dk(i)
-            yield "step"
-            self.check_dk(i)
-            self.arrive("dk_empty")
+        if self.cta.cfg.cut:
+            return
+        if self.cta.cfg.packed:
+            i = 0
+            yield from self.wait("dk_full", 0, 0)
+            while self.cta.info[i & 1] != (i, -1):
+                yield from self.store(i)
+                i += 1
+                yield from self.wait("dk_full", 0, i & 1)
+        else:
+            for i in range(len(self.cta.chains)):
+                yield from self.wait("dk_full", 0, i & 1)
+                yield from self.store(i)
+
+    def store(self, i: int) -> Steps:
+        self.check_dk(i)
+        yield "step"
+        self.check_dk(i)
+        self.arrive("dk_empty")
 
     def check_dk(self, chain: int) -> None:
         info = self.cta.info[chain & 1]

@@ -34,6 +34,7 @@ PROBLEMS = {
     # Grouped heads.
     "grouped 4": Problem(2, 32, 8, 512, 512, 128, mask=CAUSAL),
     "grouped 7": Problem(1, 28, 4, 1024, 1024, 128, mask=CAUSAL),
+    "grouped full d64": Problem(2, 12, 4, 1024, 1024, 64),
     "one kv head": Problem(2, 16, 1, 777, 777, 128),
     "one kv head d64": Problem(2, 16, 1, 777, 777, 64, mask=CAUSAL),
     # Odd and unequal lengths.

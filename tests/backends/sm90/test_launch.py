@@ -23,7 +23,7 @@ class Kernels:
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, ...]] = []
 
-    def prepare(self, tensors: tuple[Tensor, ...], stats: object) -> None:
+    def prepare(self, tensors: tuple[Tensor, ...], stats: object, extra: object) -> None:
         assert tensors[2].is_contiguous()
 
     def main(self, tensors: tuple[Tensor, ...], *_: object) -> None:
@@ -38,7 +38,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     stub = Kernels()
     monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
-    monkeypatch.setattr(launch, "kernels", lambda cfg: (stub.prepare, stub.main, None, None))
+    monkeypatch.setattr(launch, "kernels", lambda cfg: (stub.prepare, stub.main, None, lambda *_: None))
     for module in (launch, workspace):
         monkeypatch.setattr(module, "converted", lambda tensors: tensors)
     return stub

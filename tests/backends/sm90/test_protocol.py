@@ -40,28 +40,38 @@ def chains_of(program, rows):
             name = (batch, kv_head * group + int(tasks.head[t]), int(tasks.q[t]))
             last = tasks.turn[t] == program.contributors[tasks.q[t]] - 1
             mine.append(Task(name, int(tasks.turn[t]), bool(last)))
-        chains.append(Chain((batch, kv_head, kv_tile), mine))
+        share = program.geometry.share
+        chains.append(Chain((batch, kv_head, kv_tile), mine, (batch, kv_head // share, kv_tile), kv_head % share))
     return chains
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_programs(seed):
     rng = random.Random(seed)
-    length, heads_kv, group = rng.randrange(1, 900), rng.choice([1, 2]), rng.choice([1, 1, 2])
+    length, heads_kv, group = rng.randrange(1, 900), rng.choice([1, 2]), rng.choice([1, 1, 2, 3])
     mask = rng.choice([FULL, CAUSAL, window(rng.randrange(300), rng.randrange(300))])
     problem = Problem(1, heads_kv * group, heads_kv, length, length, mask=mask)
     tiling = tile(problem, TileShape(64, 128))
-    program = compose(tiling, rng.choice(applicable(tiling)))
+    cut, packed = rng.random() < 0.4, rng.random() < 0.4
+    program = compose(tiling, rng.choice(applicable(tiling)) + "@head" * cut)
     verified = verify(program)
-    placed = verified.on(max(verified.co_resident, rng.randrange(1, 9))).placement
+    workers = max(verified.co_resident, rng.randrange(1, 9))
     early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
-    how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8, cut=rng.random() < 0.4)
+    how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8, cut=cut, packed=packed)
     cfg = dataclasses.replace(PLAIN, finish=rng.choice(["last", "postpass"]), **how, **early)
     counters = {}
-    parts = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
-    run([Cta(cfg, chains_of(program, part), counters) for part in parts], rng)
-    taken = {name: turns for (name, _), turns in counters.items()}
-    assert all(turns == program.contributors[name[2]] for name, turns in taken.items())
+    if packed:  # one queue, from which workers take chains in launch order
+        queue = chains_of(program, program.launch)
+        ctas = [Cta(cfg, queue, counters) for _ in range(workers)]
+    else:
+        placed = verified.on(workers).placement
+        parts = [placed.chains[a:b] for a, b in pairwise(placed.first.tolist())]
+        ctas = [Cta(cfg, chains_of(program, part), counters) for part in parts]
+    run(ctas, rng)
+    dq = {key[0]: turns for key, turns in counters.items() if len(key) == 2}
+    assert all(turns == program.contributors[name[2]] for name, turns in dq.items())
+    dkv = [turns for key, turns in counters.items() if len(key) == 3]
+    assert all(turns == program.geometry.share for turns in dkv) and bool(dkv) == cut
 
 
 def test_empty_chains_back_to_back():
@@ -235,6 +245,10 @@ def test_kernel_and_model_make_the_same_barrier_calls():
         ('cta.bars.wait("q_empty", stage, free)', 'cta.bars.wait("do_empty", stage, free)'),
         ("            self.fetch_sum(writer, entry, (q_tile, plane))", "            pass"),
         ('cta.bars.arrive("dk_empty")', "pass"),
+        (
+            'cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)\n                self.leave("dk_full", 0)',
+            'self.leave("dk_full", 0)',
+        ),
     ],
 )
 def test_a_change_of_the_kernel_is_noticed(old, new):

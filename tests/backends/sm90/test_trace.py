@@ -30,7 +30,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def planned() -> Plan:
-    return plan(PROBLEM, backend.Sm90Backend(CPU).tile_shape(PROBLEM))
+    return plan(PROBLEM, backend.Sm90Backend(CPU).tile_shape(PROBLEM), "auto@group")  # cut chains have no trace
 
 
 def tensors() -> tuple[Operands, Gradients]:

@@ -17,7 +17,7 @@ def q(tokens: int = 100) -> torch.Tensor:
 
 
 def kept(like: torch.Tensor, stream: int = 0) -> Workspace:
-    return Keeper(CFG)(like, torch.empty_like(like), stream)[0]
+    return Keeper(CFG)(like, like, torch.empty_like(like), stream).ws
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def test_a_keeper_takes_turns_with_another_of_a_different_size():
     for _ in range(2):
         for keeper, tokens in ((one, 100), (two, 300)):
             like = q(tokens)
-            ws, _ = keeper(like, torch.empty_like(like), 0)
+            ws = keeper(like, like, torch.empty_like(like), 0).ws
             assert ws.lse2.shape == Workspace.of(CFG, like).lse2.shape
 
 

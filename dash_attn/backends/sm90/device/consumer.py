@@ -55,7 +55,9 @@ class Consumer:
                 cta.bars.wait("k_full", 0, i & 1)
                 runs = info_word(cta, i & 1, Info.NUM_RUNS)
             if const_expr(not cta.cfg.cut):
-                self.leave("dk_full", 0)  # the dK writer reads the end, too
+                # The dK writer reads the end, too. It must have left the chain before.
+                cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
+                self.leave("dk_full", 0)
         else:
             _, chains = my_chains(cta)
             for i in cutlass.range(chains, unroll=1):

@@ -1,7 +1,6 @@
 """The kernel behind a main kernel of cut chains: scales the fp32 sums of dV and dK and rounds them to 16 bits."""
 
 import cuda.bindings.driver as cu
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
@@ -24,9 +23,7 @@ class FinishKv:
         """
         batch, _, heads, _ = grads[0].shape
         pieces = sums.shape[1] * self.cfg.chain_entries * CONSUMER_WARPGROUPS
-        self.kernel(sums, grads, tiles, scale).launch(
-            grid=[pieces, heads, batch], block=[THREADS, 1, 1], stream=stream
-        )
+        self.kernel(sums, grads, tiles, scale).launch(grid=[pieces, heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
     def kernel(self, sums: cute.Tensor, grads: tuple, tiles: tuple, scale: Float32):

@@ -157,7 +157,7 @@ class Producer:
             return kv_tile, head, info_word(cta, parity, Info.BATCH)
         if const_expr(cta.cfg.cut):
             return doc_word(cta, place.owner, Doc.KV_TILE) + kv_tile, place.panel, 0
-        return kv_tile, head, 0, 0, info_word(cta, parity, Info.ROW), info_word(cta, parity, Info.SHIFT)
+        return kv_tile, head, 0, info_word(cta, parity, Info.ROW), info_word(cta, parity, Info.SHIFT)
 
     @cute.jit
     def close(self, entry):

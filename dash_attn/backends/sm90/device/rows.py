@@ -30,8 +30,10 @@ def described(cfg: KernelConfig, t):
 
 
 def tile_at(cfg: KernelConfig, tensor, smem, place):
-    """The tile of a described tensor that a tensor in shared memory holds. `place` is (tile, column tile, head, batch), in a pack (row, column tile, head,
-    shift)."""
+    """The tile of a described tensor that a tensor in shared memory holds.
+
+    `place` is (tile, column tile, head, batch), in a pack (row, column tile, head, shift).
+    """
     first, column, head, last = place
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     if const_expr(cfg.packed):
