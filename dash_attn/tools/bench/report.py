@@ -39,7 +39,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def is_ours(name: str) -> bool:
     """Whether a variant is an order of ours, possibly with changed fields of the kernel's config behind its name."""
     order, *fields = name.split(" ")
-    return order.partition(":")[0] in POLICIES and all("=" in field for field in fields)
+    policy = order.partition("@")[0].partition(":")[0]
+    return policy in ("auto", *POLICIES) and all("=" in field for field in fields)
 
 
 def median(row: Row, name: str) -> float | None:

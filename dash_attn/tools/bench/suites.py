@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from dash_attn.tools.bench import cases, record
+from dash_attn.tools.bench import cases, packs, record
 from dash_attn.tools.bench.block import measure_block
 from dash_attn.tools.bench.cases import MODELS, BenchCase, Model
+from dash_attn.tools.bench.cases import tiny as tiny_cases
 from dash_attn.tools.bench.host import CASES as HOST_CASES
 from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
@@ -45,6 +46,7 @@ class Suite:
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
     effort: Effort = Effort()
+    tiny: Callable[[], list[BenchCase]] = tiny_cases  # for machines without a GPU
 
 
 # FlexAttention takes a quarter of a minute to compile for a shape, so on large grids it runs only if --peers names it.
@@ -105,6 +107,15 @@ SUITES: dict[str, Suite] = {
         FEW,
         policies=("auto", "auto@group"),
         unordered=False,
+    ),
+    "packed": Suite(
+        "packed documents of different lengths",
+        packs.packs,
+        lambda: packs.packs()[:3],
+        FEW,
+        policies=("auto", "auto@group"),
+        unordered=False,
+        tiny=packs.tiny,
     ),
     "padded": Suite(
         "head dims that the kernel pads to 128",

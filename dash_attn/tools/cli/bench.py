@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dash_attn.tools.bench.report import Result
     from dash_attn.tools.bench.suites import Suite
 
-SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, padded, block, deviation, host"
+SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, packed, padded, block, deviation, host"
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,14 @@ def cases_of(suite: SuiteOptions, shape: ShapeOptions, name: str) -> list[BenchC
     if alone := {"--batch", "--kv-heads", "--dtype"} & set(shape.given()):
         raise ValueError(f"{', '.join(sorted(alone))}: a suite has its own shapes; give --heads too to pose others")
     if suite.cpu and name != "host":
-        some = tiny_block().cases() if name == "block" else cases.tiny()
+        some = tiny_block().cases() if name == "block" else SUITES[name].tiny()
         some = [replace(case, problem=replace(case.problem, dtype="float32")) for case in some]
     else:
         some = SUITES[name].quick() if suite.quick else SUITES[name].cases()
     some = [
         case
         for case in some
-        if (shape.mask is None or case.problem.mask in shape.masks())
+        if (shape.mask is None or case.kind in shape.masks())
         and case.problem.dim in (shape.dims() or (case.problem.dim,))
         and case.problem.len_q in (shape.lengths() or (case.problem.len_q,))
     ]
