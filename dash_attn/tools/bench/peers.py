@@ -56,9 +56,11 @@ def varlen(problem: Problem, device: torch.device) -> dict[str, Any]:
     kind = replace(problem, mask=replace(problem.mask, documents=None))
     if causal_or_full(kind) and packing.cu_q != packing.cu_k:
         raise NotImplementedError("causal with len_q != len_k: libraries align it differently")
-    cu = [torch.tensor(ends, dtype=torch.int32, device=device) for ends in (packing.cu_q, packing.cu_k)]
+    first = second = torch.tensor(packing.cu_q, dtype=torch.int32, device=device)
+    if packing.cu_k != packing.cu_q:
+        second = torch.tensor(packing.cu_k, dtype=torch.int32, device=device)
     longest = problem.sequence_table.max(0)[2:].tolist()
-    sides = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    sides = {"cu_seqlens_q": first, "cu_seqlens_k": second, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
     return sides | {"causal": kind.mask.is_causal}
 
 

@@ -17,6 +17,7 @@ from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
 from dash_attn.tools.bench.report import Result, Row, summary
+from dash_attn.tools.bench.step import measure_step
 
 EVERYONE = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "cudnn det", "flex", "triton two-pass")
 FEW = ("fa4", "fa4 det")
@@ -140,6 +141,16 @@ SUITES: dict[str, Suite] = {
         _GRID_PEERS,
         policies=_DEFAULTS,
     ),
+    "step": Suite(
+        "a training step: 16 layers of attention, forward and backward, with a new packing in every step",
+        packs.steps,
+        lambda: packs.steps()[:1],
+        FEW,
+        policies=_DEFAULTS,
+        unordered=False,
+        effort=Effort(31),
+        tiny=packs.tiny,
+    ),
     "host": Suite(
         "host time of a small problem seen before",
         lambda: list(HOST_CASES),
@@ -169,6 +180,8 @@ def run_suite(
             if name == "block":
                 dtype = getattr(torch, case.problem.dtype)
                 row = measure_block(by_name[case.name], case, settings, dtype)
+            elif name == "step":
+                row = measure_step(case, settings)
             elif name == "host":
                 (row,) = measure_host(device, [case])
             else:
