@@ -1,9 +1,10 @@
-"""A package named flash_attn, with the arguments of FlashAttention-4 and our own arithmetic."""
+"""Stand-ins: a package flash_attn with our own arithmetic, misbehaving functions, and audits without processes."""
 
 from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.tools.bench import host, peers
+from dash_attn.tools.bench.audit import audit as audits
+from dash_attn.tools.bench.audit import child
+from dash_attn.tools.bench.audit.watch import Hear, Heard, _note
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Installs the package. The result has the keywords of every call."""
+    """Installs a package with the arguments of FlashAttention-4. The result has the keywords of every call."""
     seen: list[dict[str, Any]] = []
 
     def note(max_seqlen_q=None, max_seqlen_k=None, **how: Any) -> dict[str, Any]:
@@ -51,3 +55,34 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     sys.modules["flash_attn.cute"].interface = interface
     sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]
     return seen
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The module of misbehaving functions, where child processes find it too."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    import fakes
+
+    monkeypatch.setattr(fakes, "_calls", 0)
+    return "fakes"
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children as plain calls: a process takes seconds to import torch."""
+
+    def run(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
+        return [one(job, hear) for job in jobs]
+
+    def one(job: dict, hear: Hear) -> Heard:
+        heard = Heard()
+
+        def say(**event: object) -> None:
+            _note(heard, event)
+            hear(job, event)
+
+        monkeypatch.setattr(child, "say", say)
+        child.obey(job)
+        return heard
+
+    monkeypatch.setattr(audits, "watched", run)
