@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 
@@ -24,10 +24,16 @@ class BenchCase:
         return str(self.problem.mask)
 
     @property
+    def kind(self) -> Mask:
+        """The mask of each sequence: that of the problem, without its documents."""
+        return replace(self.problem.mask, documents=None)
+
+    @property
     def flops(self) -> float:
-        """Operations of the backward by the usual count: five products, half of each for a causal mask."""
-        p = self.problem
-        return 10.0 * p.batch * p.heads_q * p.len_q * p.len_k * p.dim * (0.5 if p.mask.is_causal else 1.0)
+        """Operations of the backward by the usual count: five products over the pairs of each sequence, half of them
+        for a causal mask."""
+        p, (len_q, len_k) = self.problem, self.problem.sequence_table.T[2:]
+        return 10.0 * p.heads_q * p.dim * float((len_q * len_k).sum()) * (0.5 if self.kind.is_causal else 1.0)
 
 
 @dataclass(frozen=True)

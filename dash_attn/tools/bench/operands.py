@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,11 +128,26 @@ def exact_part(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) 
 
 
 def error(problem: Problem, got: tuple[Tensor, ...], want: Gradients) -> float:
-    """Largest relative deviation of a gradient from `exact_part`; not a number if any element anywhere is none."""
+    """Largest relative deviation of a gradient from `exact_part`; not a number if any element anywhere is none.
+
+    Each document is compared by itself. Its deviation is relative to its own norm, or to that of as many average rows
+    if that is larger: the gradients of a document of one token are 0.
+    """
     if not all(bool(torch.isfinite(x).all()) for x in got):
         return float("nan")
-    parts = (_part(problem, x).double() for x in got)
-    return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in zip(parts, want, strict=True))
+    parts, cuts = (_part(problem, x).double() for x in got), problem.mask.documents
+    if cuts is None:
+        return max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in zip(parts, want, strict=True))
+    ends = (cuts.cu_q, cuts.cu_k, cuts.cu_k)
+    return max(_of_documents(a, b, cu) for a, b, cu in zip(parts, want, ends, strict=True))
+
+
+def _of_documents(got: Tensor, want: Tensor, cu: tuple[int, ...]) -> float:
+    squares = [x.square().sum((0, 2, 3)) for x in (got - want, want)]
+    deviation, norm = (torch.stack([x[a:b].sum() for a, b in pairwise(cu)]) for x in squares)
+    rows = torch.tensor(np.diff(cu), device=want.device)
+    average = rows * (squares[1].sum() / max(1, cu[-1]))
+    return float((deviation / torch.maximum(norm, average).clamp_min(1e-24)).max().sqrt())
 
 
 def _part(problem: Problem, x: Tensor) -> Tensor:

@@ -63,11 +63,22 @@ class Ours:
 
     def orders(self, problem: Problem) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
+        if problem.is_packed:
+            return self._orders_of_pack(problem)
         tiling, usual = tiling_of(problem), USUAL["causal" if problem.mask.is_causal else "full"]
         barred = POLICIES.keys() - applicable(tiling)
         asked = [order for order in self.policies if parse(order).policy not in barred]
         named = asked or list(usual[:1] if self.policies else usual)
         return list(dict.fromkeys(str(resolve(tiling, order)) for order in named))
+
+    def _orders_of_pack(self, problem: Problem) -> list[str]:
+        """Those asked for, by the names they were given: what `auto` means differs from document to document."""
+        tilings = [tiling_of(alone) for alone in problem.distinct.values() if alone.len_q and alone.len_k]
+        barred = {name for name in POLICIES if any(not POLICIES[name].applies(tiling) for tiling in tilings)}
+        asked = [choice for choice in map(parse, self.policies) if choice.policy not in barred]
+        if problem.group == 1:  # a group of one q head is ordered in one way only
+            asked = [replace(choice, panels=None) for choice in asked]
+        return list(dict.fromkeys(map(str, asked))) or ["auto"]
 
     def default(self, problem: Problem) -> Way:
         """The variant that stands for us."""

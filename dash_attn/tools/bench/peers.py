@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,12 +47,39 @@ def on_gpu(device: torch.device) -> None:
         raise NotImplementedError("runs on GPUs only")
 
 
+def varlen(problem: Problem, device: torch.device) -> dict[str, Any]:
+    """The keywords of FlashAttention's varlen functions for a problem with documents."""
+    packing = problem.mask.documents
+    assert packing is not None
+    if problem.batch > 1:
+        raise NotImplementedError("a batch of packs: FlashAttention takes one pack")
+    kind = replace(problem, mask=replace(problem.mask, documents=None))
+    if causal_or_full(kind) and packing.cu_q != packing.cu_k:
+        raise NotImplementedError("causal with len_q != len_k: libraries align it differently")
+    first = second = torch.tensor(packing.cu_q, dtype=torch.int32, device=device)
+    if packing.cu_k != packing.cu_q:
+        second = torch.tensor(packing.cu_k, dtype=torch.int32, device=device)
+    longest = problem.sequence_table.max(0)[2:].tolist()
+    sides = {"cu_seqlens_q": first, "cu_seqlens_k": second, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    return sides | {"causal": kind.mask.is_causal}
+
+
 def fa4(problem: Problem, device: torch.device, deterministic: bool) -> Backward:
-    """FlashAttention-4's backward."""
+    """FlashAttention-4's backward. Documents take its path for sequences of different lengths."""
     on_gpu(device)
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    causal, scale = causal_or_full(problem), problem.softmax_scale
+    scale = problem.softmax_scale
+    if problem.is_packed:
+        sides = varlen(problem, device) | {"softmax_scale": scale, "deterministic": deterministic}
+
+        def packed(s: Operands) -> tuple[Tensor, ...]:
+            dout, q, k, v, out, lse = (x[0] for x in s)
+            grads = _flash_attn_bwd(q, k, v, out, dout, lse, **sides)
+            return tuple(x.unsqueeze(0) for x in grads[:3])
+
+        return packed
+    causal = causal_or_full(problem)
 
     def run(s: Operands) -> tuple[Tensor, ...]:
         how = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}

@@ -1,7 +1,8 @@
 """The tables of docs/performance.md, made from the result files.
 
 ``python -m dash_attn.tools.bench.performance docs/performance.md benchmarks/results`` writes them anew: a table follows
-each comment ``<!-- table: NAME -->``.
+each comment ``<!-- table: NAME -->``. A whole section stands between ``<!-- section: NAME -->`` and ``<!-- end -->`` if
+there is a result of that suite, else nothing does.
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ from dash_attn.tools.bench.report import (
     percent,
     price,
     speed,
+    step_times,
     tflops,
     times,
 )
 
 Results = Mapping[str, Result]  # by suite
 MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
+SECTION = re.compile(r"<!-- section: (\w+) -->\n(?:.*?\n)??<!-- end -->\n", re.DOTALL)
 LONG = 8192  # tokens from which a single sequence counts as long
 
 
 def filled(text: str, results: Results) -> str:
-    """The document with every table made from the results."""
-    return MARKED.sub(lambda mark: f"<!-- table: {mark[1]} -->\n{markdown_table(*TABLES[mark[1]](results))}\n", text)
+    """The document with every table and section made from the results."""
+    text = MARKED.sub(lambda mark: f"<!-- table: {mark[1]} -->\n{markdown_table(*TABLES[mark[1]](results))}\n", text)
+    return SECTION.sub(lambda mark: f"<!-- section: {mark[1]} -->\n{_section(mark[1], results)}<!-- end -->\n", text)
+
+
+def _section(suite: str, results: Results) -> str:
+    prose, table = SECTIONS[suite]
+    return f"{prose}\n{markdown_table(*table(results))}\n\n" if suite in results else ""
 
 
 def read_results(folder: Path) -> dict[str, Result]:
@@ -62,6 +71,9 @@ def headline(results: Results) -> TableText:
         ("one short sequence (1k to 4k tokens)", short, "length"),
         ("few key/value heads", results["few"]["rows"], "few"),
     ]
+    if "packed" in results:
+        rows = results["packed"]["rows"]
+        groups.append((f"packed documents ({len(rows)} packs)", rows, "packed"))
     lines = []
     for name, rows, suite in groups:
         cells = [text for peer in (BASELINE, "fa4") for text in _mean_and_worst(rows, peer)]
@@ -102,6 +114,19 @@ def few(results: Results) -> TableText:
     whole = [next(name for name in row["us"] if is_ours(name) and name != default_of(row)) for row in rows]
     ratios = [times(speed(row, name)) for row, name in zip(rows, whole, strict=True)]
     return [*header, "ours / @group"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
+
+
+def packed(results: Results) -> TableText:
+    """Beside ours with '@group', as in `few`. Ungrouped heads have one way only."""
+    header, lines = _beside(results["packed"])
+    ratios = [times(speed(row, "auto@group")) for row in results["packed"]["rows"]]
+    documents = [row["shape"]["mask"].rpartition("(")[2].rstrip(")") for row in results["packed"]["rows"]]
+    lines = [[line[0], count, *line[2:], x] for line, count, x in zip(lines, documents, ratios, strict=True)]
+    return [header[0], "documents", *header[2:], "ours / @group"], lines
+
+
+def step(results: Results) -> TableText:
+    return step_times(results["step"])
 
 
 def padded(results: Results) -> TableText:
@@ -185,6 +210,23 @@ TABLES: dict[str, Callable[[Results], TableText]] = {
     "padded": padded,
     "host": host,
 }
+
+PACKED = """## Packed documents
+
+This table has packs of documents with random lengths, and a pack of images
+([`packed`](../benchmarks/results/packed_h200.json)). The lengths are log-normal. The first number is their mean, the
+second is the number of tokens in a pack. TFLOPS count the pairs of each document, and half of them for a causal mask.
+The column `ours / @group` compares `auto` with `auto@group`. FA4 runs its backward for sequences of different lengths.
+"""
+STEP = """## A training step
+
+A step has 16 layers of attention, forward and backward under autograd, and a packing that no earlier step had.
+`cu_seqlens` is a tensor on the GPU ([`step`](../benchmarks/results/step_h200.json)). The first times are from the begin
+to the end of a step on the GPU. The host times are until the host has asked for all of it. `assemble` is the part of
+our host time that makes the tables of the new packing. Most lengths of documents, counted in tiles, occurred before, as
+in a training run that has begun.
+"""
+SECTIONS: dict[str, tuple[str, Callable[[Results], TableText]]] = {"packed": (PACKED, packed), "step": (STEP, step)}
 
 
 if __name__ == "__main__":

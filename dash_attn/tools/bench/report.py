@@ -39,7 +39,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def is_ours(name: str) -> bool:
     """Whether a variant is an order of ours, possibly with changed fields of the kernel's config behind its name."""
     order, *fields = name.split(" ")
-    return order.partition(":")[0] in POLICIES and all("=" in field for field in fields)
+    policy = order.partition("@")[0].partition(":")[0]
+    return policy in ("auto", *POLICIES) and all("=" in field for field in fields)
 
 
 def median(row: Row, name: str) -> float | None:
@@ -181,6 +182,18 @@ def hosts(result: Result) -> TableText:
     return ["host us", *names, "attention/torch"], lines
 
 
+def step_times(result: Result) -> TableText:
+    """Milliseconds of a step on the device, then until the host returns, and our time to assemble a new layout."""
+    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
+    lines = []
+    for row in result["rows"]:
+        values = [median({"us": row[key]}, name) for key in ("us", "host_us") for name in names]
+        shown = ["-" if us is None else f"{us / 1e3:.2f}" for us in values]
+        lines.append([row["cell"], *shown, f"{row['assemble_us']['median'] / 1e3:.2f}", times(speed(row, BASELINE))])
+    header = [*(f"{name}, ms" for name in names), *(f"{name}, host ms" for name in names)]
+    return ["step", *header, "assemble, ms", f"ours/{BASELINE}"], lines
+
+
 def deviations(result: Result) -> TableText:
     """How far identical passes lie apart: the paper's Table 1."""
     lines = []
@@ -213,10 +226,9 @@ def absent(result: Result) -> str:
 def tables(result: Result) -> list[TableText]:
     """The tables of a suite."""
     suite = result["suite"]
-    if suite == "host":
-        return [hosts(result)]
-    if suite in ("block", "deviation"):
-        return [blocks(result) if suite == "block" else deviations(result)]
+    alone = {"host": hosts, "block": blocks, "deviation": deviations, "step": step_times}
+    if suite in alone:
+        return [alone[suite](result)]
     priced = any(price(row, "ours") is not None for row in result["rows"])
     made = [throughput(result), memory(result), prices(result) if priced else None]
     return [table for table in made if table is not None]

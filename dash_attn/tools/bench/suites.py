@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
-from dash_attn.tools.bench import cases, record
+from dash_attn.tools.bench import cases, packs, record
 from dash_attn.tools.bench.block import measure_block
 from dash_attn.tools.bench.cases import MODELS, BenchCase, Model
+from dash_attn.tools.bench.cases import tiny as tiny_cases
 from dash_attn.tools.bench.host import CASES as HOST_CASES
 from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
 from dash_attn.tools.bench.report import Result, Row, summary
+from dash_attn.tools.bench.step import measure_step
 
 EVERYONE = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "cudnn det", "flex", "triton two-pass")
 FEW = ("fa4", "fa4 det")
@@ -45,6 +47,7 @@ class Suite:
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
     effort: Effort = Effort()
+    tiny: Callable[[], list[BenchCase]] = tiny_cases  # for machines without a GPU
 
 
 # FlexAttention takes a quarter of a minute to compile for a shape, so on large grids it runs only if --peers names it.
@@ -106,6 +109,15 @@ SUITES: dict[str, Suite] = {
         policies=("auto", "auto@group"),
         unordered=False,
     ),
+    "packed": Suite(
+        "packed documents of different lengths",
+        packs.packs,
+        lambda: packs.packs()[:3],
+        FEW,
+        policies=("auto", "auto@group"),
+        unordered=False,
+        tiny=packs.tiny,
+    ),
     "padded": Suite(
         "head dims that the kernel pads to 128",
         cases.padded,
@@ -128,6 +140,16 @@ SUITES: dict[str, Suite] = {
         EVERYONE,
         _GRID_PEERS,
         policies=_DEFAULTS,
+    ),
+    "step": Suite(
+        "a training step: 16 layers of attention, forward and backward, with a new packing in every step",
+        packs.steps,
+        lambda: packs.steps()[:1],
+        FEW,
+        policies=_DEFAULTS,
+        unordered=False,
+        effort=Effort(31),
+        tiny=packs.tiny,
     ),
     "host": Suite(
         "host time of a small problem seen before",
@@ -158,6 +180,8 @@ def run_suite(
             if name == "block":
                 dtype = getattr(torch, case.problem.dtype)
                 row = measure_block(by_name[case.name], case, settings, dtype)
+            elif name == "step":
+                row = measure_step(case, settings)
             elif name == "host":
                 (row,) = measure_host(device, [case])
             else:

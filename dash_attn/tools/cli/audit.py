@@ -18,7 +18,7 @@ from dash_attn.tools.cli.shapes import ShapeOptions
 from dash_attn.tools.cli.workload import parse_names
 
 if TYPE_CHECKING:
-    from dash_attn.tools.bench.audit.audit import Plan, Report, Subject
+    from dash_attn.tools.bench.audit.audit import Entry, Plan, Report, Subject
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class AuditOptions:
     stress: Annotated[
         str | None, Option("--stress", help="stressors, separated by commas [default: all of this device]")
     ] = None
+    invariance: Annotated[
+        bool,
+        Option(
+            "--invariance",
+            help="compare out, lse and gradients of one sequence alone with those in a pack, in a batch, with fewer "
+            "heads and with fewer SMs; --stress chooses among these changes",
+        ),
+    ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
@@ -54,9 +62,10 @@ class AuditOptions:
 
     def plan(self) -> Plan:
         from dash_attn.tools.bench.audit.audit import Plan
+        from dash_attn.tools.bench.audit.invariance import CHANGES
         from dash_attn.tools.bench.audit.stressors import PROCESSES, stressors_on
 
-        known = (*stressors_on(self.device()), PROCESSES)
+        known = tuple(CHANGES) if self.invariance else (*stressors_on(self.device()), PROCESSES)
         stress = parse_names(self.stress) or known
         for name in stress:
             if name not in known:
@@ -69,25 +78,28 @@ class AuditOptions:
         ):
             if given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}")
-        return Plan(self.device(), stress, self.repeats, self.processes, self.timeout, self.at_once)
+        effort = (self.repeats, self.processes, self.timeout, self.at_once)
+        return Plan(self.device(), stress, *effort, invariance=self.invariance)
 
 
 @command("audit")
 def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = False) -> None:
     """Repeat a backward under stress and compare every bit.
 
-    Without options: the default order of this machine's backend, a small problem, every stressor. The exit status is 0
+    Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
+    the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
     if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it was cut off.
     """
     import torch
 
     from dash_attn.tools.bench import record
     from dash_attn.tools.bench.audit.audit import audit
-    from dash_attn.tools.bench.audit.targets import parse
+    from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
     plan, targets = options.plan(), parse_names(options.target)
     for target in targets:
         parse(target)
+    targets += (CONTROL,) if options.invariance else ()
     chosen = subjects(options, shape)
     environment = {"environment": record.environment(torch.device(plan.device))}
 
@@ -101,7 +113,7 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     if as_json:
         emit(report)
     else:
-        typer.echo(shown(report))
+        typer.echo(shown_invariance(report) if options.invariance else shown(report))
     raise typer.Exit(130 if not report["complete"] else 0 if report["ok"] else 1)
 
 
@@ -122,6 +134,8 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
     from dash_attn.tools.bench.audit.audit import Subject
     from dash_attn.tools.bench.audit.step import load
 
+    if options.invariance:
+        return [Subject(*named) for like in sequences(options, shape) for named in shape.problems(like)]
     if options.step is not None:
         if shape.given():
             raise ValueError(f"--step brings its own shape: leave out {', '.join(shape.given())}")
@@ -133,6 +147,48 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
     dims = (64, 128) if shape.head_dim is None else (128,)
     likes = [Problem(1, 16, 4, 4096, 4096, dim) for dim in dims]
     return [Subject(*named) for like in likes for named in shape.problems(like)]
+
+
+def sequences(options: AuditOptions, shape: ShapeOptions) -> list[Problem]:
+    """One sequence, whose last tile is not full."""
+    for option, given in (("--step", options.step), ("--batch", shape.batch)):
+        if given is not None:
+            raise ValueError(f"{option}: --invariance computes one sequence of a given shape: leave it out")
+    if options.device() == "cpu":
+        return [Problem(1, 4, 2, 900, 900, 32, "float32")]
+    return [Problem(1, 16, 4, 1900, 1900, dim) for dim in ((64, 128) if shape.head_dim is None else (128,))]
+
+
+def shown_invariance(report: Report) -> str:
+    """A line for each case and change, a column for each target: whether the bits stay, or which tensors differ."""
+    from dash_attn.tools.bench.audit.targets import CONTROL
+    from dash_attn.tools.bench.report import text_table
+
+    cells: dict[tuple[str, str, str], str] = {}
+    for e in report["entries"]:
+        cells[e["case"], e["stressor"], e["target"]] = same_in(e)
+    targets = list(dict.fromkeys(e["target"] for e in report["entries"]))
+    lines = []
+    for case, change in dict.fromkeys((case, change) for case, change, _ in cells if change != "-"):
+        # A target that does not run at all has one entry, whose change is "-".
+        shown_here = [cells.get((case, change, target), cells.get((case, "-", target), "-")) for target in targets]
+        lines.append([case, change, *shown_here])
+    text = [text_table(["case", "same bits", *targets], lines)]
+    text += [f"{e['case']}, {e['target']}, {e['stressor']}: {e['why']}" for e in report["entries"] if e["why"]]
+    if any(e["target"] == CONTROL and e["status"] == "same bits" for e in report["entries"]):
+        text.append(f"{CONTROL}: it changes its order and keeps its bits, so this audit notices nothing")
+    return "\n".join([*text, verdict(report)])
+
+
+def same_in(entry: Entry) -> str:
+    words = {"same bits": "yes", "not applicable": "-", "DIFFERS": f"NO: {', '.join(entry['tensors'])}"}
+    return words.get(str(entry["status"]), str(entry["status"]))
+
+
+def verdict(report: Report) -> str:
+    if not report["complete"]:
+        return "NOT complete: cut off, the rest is not known"
+    return "all bits equal" if report["ok"] else "NOT all bits equal"
 
 
 def shown(report: Report) -> str:
@@ -153,6 +209,4 @@ def shown(report: Report) -> str:
                 f"{where}: {name} differs in {t['runs']} of {e['runs']} runs, in up to {t['elements']} elements, first "
                 f"at {t['first']} ({t['values'][0]:.9g} for {t['values'][1]:.9g}), by at most {t['largest']:.3g}"
             )
-    verdict = "all bits equal" if report["ok"] else "NOT all bits equal"
-    text.append(verdict if report["complete"] else "NOT complete: cut off, the rest is not known")
-    return "\n".join(text)
+    return "\n".join([*text, verdict(report)])

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dash_attn.tools.bench.report import Result
     from dash_attn.tools.bench.suites import Suite
 
-SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, padded, block, deviation, host"
+SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, packed, padded, block, deviation, step, host"
 
 
 @dataclass(frozen=True)
@@ -150,21 +150,21 @@ def cases_of(suite: SuiteOptions, shape: ShapeOptions, name: str) -> list[BenchC
     from dash_attn.tools.bench.suites import SUITES
 
     if shape.heads is not None:
-        if name == "block":
-            raise ValueError("--heads: a block has the heads of its model")
+        if name in ("block", "step"):
+            raise ValueError(f"--heads: a {name} has heads of its own")
         like = Problem(1, 1, 1, 4096, 4096, 128, "float32" if suite.cpu else "bfloat16")
         return [cases.BenchCase(*named) for named in shape.problems(like)]
     if alone := {"--batch", "--kv-heads", "--dtype"} & set(shape.given()):
         raise ValueError(f"{', '.join(sorted(alone))}: a suite has its own shapes; give --heads too to pose others")
     if suite.cpu and name != "host":
-        some = tiny_block().cases() if name == "block" else cases.tiny()
+        some = tiny_block().cases() if name == "block" else SUITES[name].tiny()
         some = [replace(case, problem=replace(case.problem, dtype="float32")) for case in some]
     else:
         some = SUITES[name].quick() if suite.quick else SUITES[name].cases()
     some = [
         case
         for case in some
-        if (shape.mask is None or case.problem.mask in shape.masks())
+        if (shape.mask is None or case.kind in shape.masks())
         and case.problem.dim in (shape.dims() or (case.problem.dim,))
         and case.problem.len_q in (shape.lengths() or (case.problem.len_q,))
     ]

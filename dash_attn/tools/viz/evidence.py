@@ -12,7 +12,7 @@ from PIL import Image
 
 from dash_attn.problem import CAUSAL, FULL
 from dash_attn.tools.bench.paper import CLAIMS
-from dash_attn.tools.bench.report import absent, blocks, deviations, hosts, memory, prices, throughput
+from dash_attn.tools.bench.report import absent, blocks, deviations, hosts, memory, prices, step_times, throughput
 from dash_attn.tools.trace.record import load_trace
 from dash_attn.tools.viz.comparison import schedules
 from dash_attn.tools.viz.headline import headline_plot, headline_table, peers
@@ -31,10 +31,12 @@ HEADINGS = {
     "price": "Price of determinism",
     "models": "Attention of known models",
     "few": "Few key/value heads (auto@head)",
+    "packed": "Packed documents",
     "padded": "Padded head dims",
     "length": "Cost against length",
     "block": "Transformer block",
     "deviation": "Deviation of identical passes",
+    "step": "Training step with a new packing",
     "host": "Host time",
     "audit": "Audit: repeats under stress",
 }
@@ -46,6 +48,7 @@ TABLES: dict[str, Tables] = {
     "block": {"Times, shares and memory of a block": blocks},
     "deviation": {"Differences by variant": deviations},
     "host": {"Microseconds until a call returns": hosts},
+    "step": {"Milliseconds of a step": step_times},
 }
 ENVIRONMENT = {
     "device": "",

@@ -290,6 +290,16 @@ def hosts(result: Mapping[str, Any], theme: Theme) -> Figure:
     return finished(sheet)
 
 
+def step_times(result: Mapping[str, Any], theme: Theme) -> Figure:
+    """How long a step takes on the device."""
+    sheet = new_sheet(result, theme, 1, "Layers of attention, forward and backward, with a new packing in every step")
+    rows = result["rows"]
+    milliseconds = columns(rows, lambda row, name: (median(row, name) or 0) / 1e3 or None)
+    bars(sheet.axes[0], [row["cell"] for row in rows], milliseconds, "{:.1f}")
+    dressed(sheet.axes[0], theme, "", "milliseconds")
+    return finished(sheet)
+
+
 def new_sheet(result: Mapping[str, Any], theme: Theme, panels: int, title: str) -> Sheet:
     """A figure with some panels, titled with the origin of its numbers."""
     across = 1 if theme.narrow else min(2, panels)
@@ -371,10 +381,12 @@ DRAWN: dict[str, Callable[[Mapping[str, Any], Theme], Figure]] = {
     "grid_ours": throughput,
     "models": models,
     "few": models,
+    "packed": models,
     "padded": models,
     "price": prices,
     "length": lengths,
     "block": blocks,
     "deviation": deviations,
+    "step": step_times,
     "host": hosts,
 }

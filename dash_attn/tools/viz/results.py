@@ -18,6 +18,7 @@ NEEDED = {
     "block": ("cell", "shape", "us", "parts", "default"),
     "deviation": ("cell", "deviation"),
     "host": ("cell", "shape", "us", "ratio", "default"),
+    "step": ("cell", "shape", "us", "host_us", "assemble_us", "default"),
     "audit": ("case", "target", "status", "stressor", "runs", "differing"),
 }
 

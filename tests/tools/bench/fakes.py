@@ -28,6 +28,14 @@ def differs(dout, q, k, v, out, lse, **how):
     return grads
 
 
+def sociable(dout, q, k, v, out, lse, **how):
+    """In a batch, and in a pack of several, dQ is one bit off at every place."""
+    dq, dk, dv = dash_attn.backward(dout, q, k, v, out, lse, **how)
+    if len(q) > 1 or len(how.get("cu_seqlens_q", ())) > 2:
+        dq = torch.nextafter(dq, torch.full_like(dq, torch.inf))
+    return dq, dk, dv
+
+
 def hangs(dout, q, k, v, **how):
     """The third call never returns."""
     global _calls

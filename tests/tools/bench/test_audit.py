@@ -18,12 +18,12 @@ import torch
 import dash_attn
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
-from dash_attn.tools.bench.audit import child, watch
+from dash_attn.tools.bench.audit import watch
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
 from dash_attn.tools.bench.audit.compare import bits, differences, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
-from dash_attn.tools.bench.audit.watch import Hear, Heard, _note, watched
+from dash_attn.tools.bench.audit.watch import Hear, Heard, watched
 from dash_attn.tools.bench.record import write_json
 from dash_attn.tools.cli.audit import shown
 from dash_attn.tools.cli.main import main as dash_attn_command
@@ -37,37 +37,6 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("step") / "step.pt"
     made(PROBLEM, CPU).save(path)
     return path
-
-
-@pytest.fixture
-def fakes(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The module of misbehaving functions, where child processes find it too."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    import fakes
-
-    monkeypatch.setattr(fakes, "_calls", 0)
-    return "fakes"
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children as plain calls: a process takes seconds to import torch."""
-
-    def run(jobs: list[dict], folder: Path, timeout: float, hear: Hear) -> list[Heard]:
-        return [one(job, hear) for job in jobs]
-
-    def one(job: dict, hear: Hear) -> Heard:
-        heard = Heard()
-
-        def say(**event: object) -> None:
-            _note(heard, event)
-            hear(job, event)
-
-        monkeypatch.setattr(child, "say", say)
-        (child.make if "make" in job else child.run)(job)
-        return heard
-
-    monkeypatch.setattr(audits, "watched", run)
 
 
 def deaf(job: dict, event: dict) -> None:

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.tools.bench import cases
+from dash_attn.problem import CAUSAL, FULL, Problem, documents
+from dash_attn.tools.bench import cases, packs
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.invariance import CHANGES
 from dash_attn.tools.bench.audit.stressors import ON_GPU, PROCESSES
+from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.bench.block import measure_block
 from dash_attn.tools.bench.measure import Settings, deviation, measure
 from dash_attn.tools.bench.ours import Ours
+from dash_attn.tools.bench.step import measure_step
 from dash_attn.tools.bench.timing import Timing
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +72,30 @@ def test_a_block(cuda: torch.device) -> None:
     assert not row["failed"] and row["same_bits"][ours]
     parts = row["parts"][ours]
     assert min(parts.values()) > 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_variant_of_a_pack_is_right(cuda: torch.device, dim: int, causal: bool) -> None:
+    mask = documents([0, 1, 300, 301, 1200, 3000], causal=causal)
+    how = Settings(Timing(cuda, rounds=2, budget_ms=5), Ours(("auto", "auto@group"), False), ("fa4", "fa4 det"))
+    row = measure(cases.BenchCase("pack", Problem(1, 4, 2, 3000, 3000, dim, mask=mask)), how)
+    assert set(row["us"]) == {"fa4", "fa4 det", "auto", "auto@group"}, row["missing"]
+    assert not row["failed"], row["failed"]
+
+
+def test_a_step(cuda: torch.device) -> None:
+    row = measure_step(packs.tiny()[0], settings(cuda, "fa4", "fa4 det"))
+    assert set(row["us"]) == {"auto", "fa4", "fa4 det"} and not row["failed"], (row["missing"], row["failed"])
+    assert row["same_bits"]["auto"] and all(us["median"] > 0 for us in row["host_us"].values())
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_sequence_keeps_its_bits_in_any_company(cuda: torch.device, dim: int, mask) -> None:
+    subject = Subject("one", Problem(1, 16, 4, 1900, 1900, dim, mask=mask))
+    report = audit([subject], ["ours", CONTROL], Plan("cuda", tuple(CHANGES), invariance=True))
+    assert report["ok"], [(e["target"], e["stressor"], e["status"], [*e["tensors"]]) for e in report["entries"]]
 
 
 def test_audit_under_every_stressor(cuda: torch.device, tmp_path: Path) -> None:

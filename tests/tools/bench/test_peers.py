@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from dash_attn.backends import Operands, Options
-from dash_attn.prepare import prepare
-from dash_attn.problem import CAUSAL, FULL, Problem, window
-from dash_attn.tools.bench import peers
+from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from dash_attn.tools.bench.operands import draw_operands, error, exact_part
 from dash_attn.tools.bench.peers import PEERS
 
@@ -21,9 +17,8 @@ PROBLEMS = [Problem(2, 4, 2, 80, 80, 16, "float32", 0.3, mask) for mask in (FULL
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_the_cpu(anywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPU peers may try the CPU, and nothing is compiled."""
-    monkeypatch.setattr(peers, "on_gpu", lambda device: None)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
 
 
@@ -50,33 +45,45 @@ def test_torchs_flash(name: str) -> None:
     check(name, Problem(2, 4, 4, 80, 80, 16, "float32", mask=CAUSAL))  # on CPUs it has no groups of heads
 
 
-@pytest.fixture
-def fa4(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    """A package of that name, with the arguments it has and our own arithmetic; the keywords it was called with."""
-    seen: list[dict] = []
-
-    def bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, deterministic=False):
-        seen.append({"scale": softmax_scale, "causal": causal, "deterministic": deterministic})
-        mask = CAUSAL if causal else FULL
-        problem = Problem(q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], "float32", 0.3, mask)
-        return (*prepare(problem, "fa3", Options(), CPU).backward(Operands(dout, q, k, v, out, lse)), None)
-
-    interface = types.ModuleType("flash_attn.cute.interface")
-    interface._flash_attn_bwd = bwd
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", interface)
-    sys.modules["flash_attn.cute"].interface = interface
-    sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]
-    return seen
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: str(p.mask))
 def test_fa4(problem: Problem, fa4: list[dict]) -> None:
     check("fa4", problem)
     check("fa4 det", problem)
     assert [call["deterministic"] for call in fa4] == [False, False, True, True]
-    assert all(call["scale"] == 0.3 and call["causal"] == problem.mask.is_causal for call in fa4)
+    assert all(call["softmax_scale"] == 0.3 and call["causal"] == problem.mask.is_causal for call in fa4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fa4_takes_documents(causal: bool, fa4: list[dict]) -> None:
+    problem = Problem(1, 4, 2, 90, 90, 16, "float32", 0.3, documents([0, 20, 21, 90], causal=causal))
+    check("fa4 det", problem)
+    for call in fa4:
+        assert call["causal"] == causal and call["deterministic"] and call["softmax_scale"] == 0.3
+        assert call["max_seqlen_q"] == call["max_seqlen_k"] == 69
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            assert call[name].dtype == torch.int32 and call[name].tolist() == [0, 20, 21, 90]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(1, 1, 1, 8, 9, 16, "float32", mask=documents([0, 4, 8], [0, 4, 9], causal=True)),
+        Problem(2, 1, 1, 8, 8, 16, "float32", mask=documents([0, 4, 8])),
+        Problem(1, 1, 1, 8, 8, 16, "float32", mask=documents([0, 4, 8]) & window(3, 0)),
+    ],
+    ids=["lengths", "batch", "window"],
+)
+def test_packs_that_libraries_take_differently_are_not_compared(problem: Problem, fa4: list[dict]) -> None:
+    with pytest.raises(NotImplementedError):
+        PEERS["fa4 det"].prepare(problem, [draw_operands(problem, CPU)])
+    assert not fa4
+
+
+def test_peers_without_documents_refuse_them() -> None:
+    problem = Problem(1, 1, 1, 8, 8, 16, "float32", mask=documents([0, 4, 8], causal=True))
+    for name in PEERS.keys() - {"fa4", "fa4 det", "triton two-pass"}:
+        with pytest.raises(NotImplementedError, match="full and causal"):
+            PEERS[name].prepare(problem, [draw_operands(problem, CPU)])
 
 
 def test_other_masks_and_absent_packages_are_named() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from dash_attn.problem import Problem
 from dash_attn.tools.bench.audit.compare import merge
 from dash_attn.tools.bench.audit.stressors import NEED_CONDITIONS, PROCESSES
-from dash_attn.tools.bench.audit.targets import takes_conditions
+from dash_attn.tools.bench.audit.targets import CONTROL, takes_conditions
 from dash_attn.tools.bench.audit.watch import Heard, Job, watched
 from dash_attn.tools.bench.progress import progress
 from dash_attn.tools.bench.record import shape_of
@@ -25,7 +25,8 @@ FINE = ("same bits", "not applicable")
 @dataclass(frozen=True)
 class Plan:
     """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
-    At most `at_once` fresh processes run side by side."""
+    At most `at_once` fresh processes run side by side. With `invariance`, the stressors are changes of the company in
+    which a sequence is computed."""
 
     device: str
     stressors: tuple[str, ...]
@@ -33,6 +34,7 @@ class Plan:
     processes: int = 2
     timeout: float = 180.0
     at_once: int = 8
+    invariance: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,15 @@ class Findings:
 
     def report(self, complete: bool = False) -> Report:
         entries = [entry for group in self._groups for entry in group]
-        fine = complete and all(entry["status"] in FINE for entry in entries)
+        fine = complete and all(map(_is_fine, entries))
         return {"entries": entries, "complete": complete, "ok": fine}
+
+
+def _is_fine(entry: Entry) -> bool:
+    """The control must differ: an audit that does not notice it would notice nothing."""
+    if entry["target"] == CONTROL:
+        return entry["status"] in ("DIFFERS", "not applicable")
+    return entry["status"] in FINE
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,12 @@ def audit(
 
 def _case(case: Case, targets: Sequence[str], findings: Findings) -> None:
     """Target after target, then the fresh processes of all."""
+    if case.how.invariance:
+        assert case.subject.problem is not None
+        for number, target in enumerate(targets):
+            job: Job = {"sequence": shape_of(case.subject.problem), "target": target, "device": case.how.device}
+            _target(job, case, number, findings.group(case.subject.name))
+        return
     file = _inputs(case, findings)
     if file is None:
         return
@@ -196,7 +211,8 @@ def _together(target: str, heard: Sequence[Heard]) -> Entry:
 
 
 def _judged(target: str, result: Entry) -> Entry:
-    return {"target": target, "status": "DIFFERS" if result["differing"] else "same bits", "why": "", **result}
+    status = "DIFFERS" if result["differing"] else "same bits" if result["runs"] else "not applicable"
+    return {"target": target, "status": status, "why": "", **result}
 
 
 def _broken(target: str, stressor: str, heard: Heard) -> Entry:

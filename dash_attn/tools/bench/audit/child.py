@@ -14,8 +14,10 @@ import torch
 
 from dash_attn.tools.bench.audit import step as steps
 from dash_attn.tools.bench.audit.compare import differences, merge
+from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
 from dash_attn.tools.bench.audit.stressors import plain, stressors_on
 from dash_attn.tools.bench.audit.targets import Conditions, target_of
+from dash_attn.tools.bench.audit.whole import Bits, whole_of
 from dash_attn.tools.bench.variants import reason
 
 MARK = "@audit "  # other lines on standard output are not for the parent
@@ -54,6 +56,28 @@ def run(job: dict[str, Any]) -> None:
     say(done=True)
 
 
+def compare(job: dict[str, Any]) -> None:
+    """Compute a sequence alone, then under each change."""
+    say(at="start")
+    scene = Scene(steps.problem_from(job["sequence"]), torch.device(job["device"]))
+    try:
+        target = whole_of(job["target"])
+        (alone,) = target(scene.alone())
+    except Exception as error:  # not installed, not built, not for this problem
+        say(missing=reason(error))
+        return
+    for name in job["stressors"]:
+        say(at=name)
+        result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
+        for number, (posed, place, kv_heads) in enumerate(CHANGES[name](scene), 1):
+            apart = differences(target(posed)[place], part(alone, scene.problem, kv_heads), Bits._fields)
+            result["runs"], result["differing"] = number, result["differing"] + bool(apart)
+            merge(result["tensors"], apart)
+            say(at=name, repeat=number)
+        say(result=result)
+    say(done=True)
+
+
 def make(job: dict[str, Any]) -> None:
     """Draw a step once, so that every process gets the same, forward included."""
     say(at="start")
@@ -61,6 +85,11 @@ def make(job: dict[str, Any]) -> None:
     say(done=True)
 
 
+def obey(job: dict[str, Any]) -> None:
+    """Do what a job says."""
+    (make if "make" in job else compare if "sequence" in job else run)(job)
+
+
 if __name__ == "__main__":
     told = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    make(told) if "make" in told else run(told)
+    obey(told)

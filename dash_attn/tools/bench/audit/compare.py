@@ -16,10 +16,12 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(WORDS[x.element_size()])
 
 
-def differences(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> dict[str, dict[str, Any]]:
+def differences(
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], names: tuple[str, ...] = NAMES
+) -> dict[str, dict[str, Any]]:
     """By tensor; empty if all bits are equal."""
     apart_by_name = {}
-    for name, a, b in zip(NAMES, got, want, strict=True):
+    for name, a, b in zip(names, got, want, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise ValueError(f"{name} is {tuple(a.shape)} {a.dtype} after {tuple(b.shape)} {b.dtype}")
         apart = bits(a) != bits(b)

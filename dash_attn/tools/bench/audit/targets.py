@@ -15,6 +15,7 @@ from dash_attn.prepare import prepare
 from dash_attn.tools.bench.audit.step import Step
 from dash_attn.tools.bench.peers import peer
 
+CONTROL = "control"  # of an audit of invariance: ours with a mistake, which the audit must notice
 JITTER = 2e-3  # seconds by which an unordered contribution may be late, so that orders really differ
 
 
@@ -57,7 +58,7 @@ def target_of(name: str, step: Step) -> Target:
 
 
 def takes_conditions(name: str) -> bool:
-    return parse(name)[0] in ("ours", "any")
+    return name == CONTROL or parse(name)[0] in ("ours", "any")
 
 
 def _ours(step: Step, policy: str, ordered: bool) -> Target:
