@@ -14,7 +14,7 @@ from .alignment import Strides, aligned, fits, maker
 from .cache import kernels
 from .config import KernelConfig
 from .tables import DeviceTables, PackedTables
-from .workspace import Keeper, Workspace, converted
+from .workspace import Keeper, Room, Workspace, converted
 
 LOG2_E = 1.4426950408889634
 
@@ -105,7 +105,7 @@ class Launch:
         else:
             room = self._workspace.room(workspace, k)
         if self.clears:
-            clear(self.cfg, self.tables, into, room.ws)
+            clear(self.cfg, self.tables, into, room)
         self.prepare((dout, out, lse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
         stats, facts = room.all, self.facts
         if extra is not None:
@@ -117,12 +117,12 @@ class Launch:
             self.finish_kv(room.sums[1], (dv, dk), self.tables.kv_tiles, self.scale)
 
 
-def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, ws: Workspace) -> None:
-    """Fill with zeros what the kernel reads before it has written it, and what it never writes."""
+def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, room: Room) -> None:
+    """Fill with zeros what the kernels read before they have written it, and what they never write."""
     if tables.clears_dq:
         into.dq.zero_()
     if tables.clears_dkv:
-        into.dk.zero_()
-        into.dv.zero_()
+        for unwritten in (into.dk, into.dv, *room.sums[1:]):
+            unwritten.zero_()
     if not cfg.ordered or (tables.clears_dq and not cfg.last_finishes):
-        ws.dq_sum.zero_()
+        room.ws.dq_sum.zero_()
