@@ -84,7 +84,8 @@ def _few_heads(block: Ints, rounds: Rounds) -> list[Ints]:
 def _parts(tiling: Tiling, block: Ints) -> list[Ints]:
     """A block, or parts of it, whose heads are taken in turn. `level` has such blocks already."""
     chains = BLOCKS[tiling.heads == 1 and tiling.num_kv > SHORT]
-    return np.array_split(block, max(1, -(-len(block) * tiling.num_kv // chains)))
+    parts = -(-len(block) * tiling.num_kv // chains)
+    return np.array_split(block, max(1, min(parts, len(block))))
 
 
 def _in_turn(order: Order, part: Ints) -> Ints:

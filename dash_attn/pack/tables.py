@@ -20,6 +20,11 @@ class Doc(IntEnum):
     BUNDLE, BUNDLES  its template's rows of `bundles`
     CONTRIBUTORS     its template's first row of `contributors`
     PANELS           its kv heads, or its q heads where its chains are cut
+
+    Panels and q heads: with whole groups, panel p has the q heads p * group .. p * group + group - 1. Where chains are
+    cut, panel p has the q head (p % heads_kv) * group + p // heads_kv: the first q heads of all groups come first, then
+    the second ones. The q heads of a group add to dK and dV in turn, so neighbours in the order of tickets do not wait
+    for each other. A q head comes after those of its group before it, so it waits for tickets drawn before its own.
     """
 
     TICKET = 0

@@ -9,6 +9,7 @@ from threading import Lock
 
 import numpy as np
 
+from dash_attn.order import POLICIES, parse
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
 from dash_attn.program import RUN, Chain, Program
@@ -154,6 +155,12 @@ class Templates:
     def _make(self, code: int) -> Template:
         family, problem = self._family, self._family.problem(code)
         if problem.len_q and problem.len_k:
+            named = POLICIES.get(parse(family.policy).policy)
+            if named is not None and named.last is not None:
+                raise ValueError(
+                    f"policy {family.policy!r} orders the last heads of a batch in another way, which a pack does not "
+                    "take: choose another policy"
+                )
             planned = plan(problem, family.shape, family.policy)
             return Template.of(planned.program, planned.co_resident)
         return Template.idle(-(-problem.len_q // family.shape.m))

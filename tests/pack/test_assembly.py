@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import product
 
@@ -12,12 +13,12 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.order import applicable
-from dash_attn.pack import Assembly, Doc, PackedChain, assemble, assembly, check, templates
+from dash_attn.pack import Assembly, Doc, Pack, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain
 from dash_attn.tiling import TileShape, TileState, tile
-from tests.pack.machine import play
+from tests.pack.machine import ChainEnd, PackedTask, play, ticket_steps
 from tests.strategies import boundaries, document_masks, examples, shapes, windows
 
 POLICIES = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
@@ -172,18 +173,76 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(each.nbytes for each in known._known.values()) == known._bytes <= 4000
 
 
-def test_an_order_that_differs_from_head_to_head_is_refused() -> None:
-    problem = Problem(1, 4, 1, 60, 60, mask=documents([0, 20, 60], causal=True))
-    heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head").program
+@pytest.mark.parametrize("policy", ["level", "level@head"])
+def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
+    """The template of a pack has one kv head, and the plan of a document has all of them: they would differ."""
+    problem = Problem(1, 4, 2, 60, 60, mask=documents([0, 20, 60], causal=True))
+    heads = plan(Problem(1, 4, 2, 40, 40, mask=CAUSAL), SHAPE, policy).program
     assert len(np.unique(heads.chains[heads.chains[:, Chain.KV_TILE] == 0, Chain.FIRST_RUN])) > 1
+    with pytest.raises(ValueError, match="orders the last heads of a batch in another way"):
+        assemble(problem, SHAPE, policy)
+    with pytest.raises(ValueError, match="orders the last heads of a batch in another way"):
+        Pack(problem, lambda _: SHAPE, policy).require_order()
+
+
+def test_a_program_whose_panels_differ_is_no_template() -> None:
+    heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        assemble(problem, SHAPE, "level@head")
+        templates.Template.of(heads.program, heads.co_resident)
 
 
-def test_a_pack_is_cut_whole_or_not_at_all() -> None:
-    assert assembly._share(np.array([4, 0, 4]), "auto") == 4 and assembly._share(np.array([0]), "auto") == 1
-    with pytest.raises(ValueError, match="cuts the chains of some sequences of the pack and not of others"):
-        assembly._share(np.array([4, 0, 1]), "auto")
+def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:
+    problem = Problem(1, 8, 2, 320, 320, mask=documents([0, 20, 320], causal=True))
+    made = assemble(problem, TileShape(1, 1))
+    assert made.docs[:, Doc.Q_ROWS].tolist() == [300, 20] and made.docs[:, Doc.PANELS].tolist() == [2, 8]
+    assert made.sizes.cut and (made.sizes.heads_q, made.sizes.heads_kv) == (8, 2)
+    assert not assemble(problem, TileShape(1, 1), "auto@group").sizes.cut
+    long, short = (plan(Problem(1, 8, 2, n, n, mask=CAUSAL), TileShape(1, 1)) for n in (300, 20))
+    assert (long.program.policy, short.program.policy) == ("fold", "symmetric_shift:32@head")
+    assert made.co_resident == max(long.co_resident, short.co_resident) == 10
+    for workers in (10, 11, 132):
+        tasks = Counter(task.q_head for task in play(made, workers))
+        assert tasks == dict.fromkeys(range(8), 300 * 301 // 2 + 20 * 21 // 2)
+    with pytest.raises(AssertionError, match="waits for ever"):
+        play(made, 9)
+
+
+@examples(100)
+@given(st.data(), st.sampled_from([(2, 3), (3, 2), (1, 4)]), st.sampled_from([1, 2]))
+def test_tickets_of_auto_never_wait_for_ever(data: st.DataObject, heads: tuple[int, int], ratio: int) -> None:
+    """Pairs in a window wait for each other, and the chains of a q head for those of the q head before it."""
+    cu = data.draw(boundaries(data.draw(st.integers(20, 120)), data.draw(st.integers(1, 5))))
+    kv, group = heads
+    mask = documents(cu, causal=data.draw(st.booleans()))
+    made = assemble(Problem(1, kv * group, kv, cu[-1], cu[-1], mask=mask), TileShape(3, 3 * ratio))
+    played = play(made, made.co_resident)
+    assert len(played) == kv * group * sum(
+        int((tile(problem, made.sizes.shape).state != TileState.EMPTY).sum()) for problem in alone(made, mask)
+    )
+
+
+def alone(made: Assembly, mask: Mask) -> list[Problem]:
+    """The sequences of a pack, one head each."""
+    lengths = made.docs[:, [Doc.Q_ROWS, Doc.K_ROWS]].tolist()
+    return [Problem(1, 1, 1, *each, mask=dataclasses.replace(mask, documents=None)) for each in lengths]
+
+
+def test_q_heads_of_a_group_are_far_apart_in_the_tickets() -> None:
+    made = assemble(Problem(1, 6, 2, 40, 40, mask=documents([0, 40], causal=True)), SHAPE, "spt@head")
+    steps = [list(ticket_steps(made, ticket)) for ticket in range(made.tickets)]
+    heads = [{step.q_head for step in each if isinstance(step, PackedTask)} for each in steps]
+    assert heads == [{head} for head in (0, 3, 1, 4, 2, 5) for _ in range(5)]
+    ends = [step for each in steps for step in each if isinstance(step, ChainEnd)]
+    assert [(end.kv_head, end.turn) for end in ends[::5]] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+
+
+def test_a_later_q_head_drawn_first_waits_for_ever() -> None:
+    """The reader sees turns of dK and dV: with the tickets the other way round no q head ends."""
+    made = assemble(Problem(1, 2, 1, 8, 8, mask=documents([0, 8], causal=True)), SHAPE, "spt@head")
+    assert made.tickets == 2 and len(play(made, 1)) == 2 * 2
+    assert len(play(made, 2, drawn=[1, 0])) == 2 * 2
+    with pytest.raises(AssertionError, match="waits for ever"):
+        play(made, 1, drawn=[1, 0])
 
 
 @examples(100)

@@ -92,6 +92,9 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
     "a ticket more": (replace(made(), tickets=made().tickets + 1), "tickets do not follow"),
     "a sequence without work has tickets": (changed(docs=put(8, Doc.BUNDLES, 1)), "exactly if it has queries and keys"),
     "a sequence with work has none": (changed(docs=put(7, Doc.BUNDLES, 0)), "exactly if it has queries and keys"),
+    "panels of no kind": (changed(docs=put(0, Doc.PANELS, 3)), "neither kv heads nor q heads"),
+    "a whole group cut": (changed(docs=put(0, Doc.PANELS, 4)), "tickets do not follow"),
+    "the last whole group cut": (changed(docs=put(7, Doc.PANELS, 4)), "tickets do not follow"),
     "negative": (changed(docs=put(0, ROWS, -59)), "negative"),
     "documents swapped": (changed(docs=swap()), "tickets do not follow"),
     "documents of one length swapped": (changed(docs=swap(rows=(2, 3))), "tickets do not follow"),
@@ -134,7 +137,8 @@ def test_the_right_pack_is_taken() -> None:
 @examples(300)
 @given(st.data())
 def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> None:
-    """No number of these tables is free. A sequence without tokens may have its rows and its template anywhere."""
+    """No number of these tables is free. A sequence without tokens may have its rows and its template anywhere,
+    and panels of either kind."""
     name = data.draw(st.sampled_from(["docs", "q_tiles", "kv_tiles"]))
     table = getattr(made(), name)
     row, column = data.draw(st.integers(0, len(table) - 1)), data.draw(st.integers(0, table.shape[1] - 1))
@@ -142,6 +146,8 @@ def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> No
     if name == "docs" and not table[row, ROWS] and column in free:
         return
     value = data.draw(st.integers(-10, 300).filter(lambda value: value != table[row, column]))
+    if name == "docs" and not table[row, ROWS] and column == Doc.PANELS and value == made().sizes.heads_q:
+        return
     wrong = changed(**{name: put(row, column, value)})
     if name == "docs" and column == Doc.BUNDLE:
         assert _is_refused(wrong) or _same_order(wrong)

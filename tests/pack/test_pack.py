@@ -25,7 +25,7 @@ def test_sequences_of_one_length_share_a_plan() -> None:
     made = pack(0, 40, 100, 140, 140, batch=2)
     assert list(made.plans) == [(40, 40), (60, 60), (0, 0)] and len(made.sequences) == 8
     for sequence in made.sequences:
-        expected = plan(Problem(1, 4, 2, sequence.len_q, sequence.len_k, 64, mask=CAUSAL), SHAPE)
+        expected = plan(Problem(1, 4, 2, sequence.len_q, sequence.len_k, 64, mask=CAUSAL), SHAPE, "auto")
         assert made.plan_of(sequence) is expected
     assert made.num_tasks == 2 * sum(4 * n * (n + 1) // 2 for n in (3, 4, 3))
     assert made.co_resident == max(each.co_resident for each in made.plans.values())

@@ -13,7 +13,7 @@ import pytest
 
 from dash_attn.launch import compose
 from dash_attn.order import choose
-from dash_attn.problem import Mask, Problem, documents, window
+from dash_attn.problem import Mask, Problem, tiles, window
 from dash_attn.simulate import Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.ours import USUAL
@@ -101,7 +101,7 @@ def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
     assert Machine(**report.to_json()["128"]["machine"]).compute == round(report.calls[128].machine.compute, 3)
 
 
-@pytest.mark.parametrize("mask", [window(300, 0), documents([0, 500, 1024], causal=True)], ids=str)
+@pytest.mark.parametrize("mask", [window(300, 0), tiles([[1, 0], [1, 1]], 512, 512)], ids=str)
 def test_a_trace_of_another_mask_is_refused(mask: Mask, tmp_path: Path) -> None:
     """It is not taken for a trace of the full mask."""
     problem = Problem(1, 4, 4, 1024, 1024, mask=mask)
