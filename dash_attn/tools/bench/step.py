@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends import Options
+from dash_attn.backends import backend_for
 from dash_attn.pack import assemble
-from dash_attn.prepare import prepare
 from dash_attn.problem import Problem
 from dash_attn.tools.bench import peers
 from dash_attn.tools.bench.cases import BenchCase
@@ -169,7 +168,7 @@ def step_us(step: Callable[[], object], device: torch.device) -> tuple[float, fl
 
 def assemble_us(layout: Problem, device: torch.device) -> float:
     """Microseconds of the host to make the tables of a new layout whose templates are known."""
-    shape = prepare(layout, OURS, Options(), device).backend.tile_shape(layout)
+    shape = backend_for(device).tile_shape(layout)
     assemble(layout, shape, OURS)
     new = replace(layout)  # without what the first one has computed
     began = time.perf_counter()

@@ -19,7 +19,8 @@ from dash_attn.tools.bench.ours import Ours
 from dash_attn.tools.bench.step import Layers, measure_step, step_us
 from dash_attn.tools.bench.timing import Timing
 from dash_attn.tools.cli.main import main as dash_attn_command
-from dash_attn.tools.viz.results import gathered, plot
+from dash_attn.tools.viz.evidence import evidence
+from dash_attn.tools.viz.results import plot
 
 CPU = torch.device("cpu")
 
@@ -85,7 +86,9 @@ def test_the_command_its_table_and_its_picture(tmp_path: Path, capsys: pytest.Ca
     header, (line,) = report.step_times({"rows": [row]})
     assert header[1:4] == ["auto, ms", "fa4 det, ms", "auto, host ms"] and line[4] == "-" and line[-1] == "3.00x"
     (picture,) = plot([file], tmp_path)
-    assert picture.read_bytes().startswith(b"\x89PNG") and gathered([file])["step"]["rows"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page = evidence([file], tmp_path / "page.html").read_text()
+    assert "Training step with a new packing" in page and "Milliseconds of a step" in page
 
 
 def test_a_step_has_heads_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

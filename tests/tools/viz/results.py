@@ -22,6 +22,8 @@ def row(length: int, mask: str, default: str) -> dict[str, Any]:
         "flops": 1e9 * length,
         "default": default,
         "us": {name: us(length * t) for name, t in times.items()},
+        "host_us": {name: us(length * t / 2) for name, t in times.items()},
+        "assemble_us": us(300.0),
         "ratio": 1.2,
         "peak_bytes": {name: 1000 * length for name in times},
         "parts": {name: {part: length * t for part, t in parts.items()} for name in times},
