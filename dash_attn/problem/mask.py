@@ -101,7 +101,9 @@ class Mask:
     """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles.
 
     `left` and `right` count keys before and after the position of the query; None is no limit, and `right=0` is causal.
-    The last query is at the position of the last key, of the sequence or of each document.
+    A side below -1 moves that end of the window to the other side of the query: with `right=-3` a query sees keys up to
+    the third before its position. The last query is at the position of the last key, of the sequence or of each
+    document.
     """
 
     left: int | None = None
@@ -112,8 +114,8 @@ class Mask:
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"window {name} must be None (no limit) or at least 0, got {value}")
+            if value == -1:  # the functions and the operators take it for no limit
+                raise ValueError(f"window {name} must be None (no limit), at least 0 or below -1, got {value}")
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(
@@ -134,12 +136,17 @@ class Mask:
         """Causal and nothing else."""
         return self == CAUSAL
 
+    @property
+    def is_blind(self) -> bool:
+        """The window ends before it begins, so no query sees a key."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
+
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
         parts = self.documents or Documents((0, len_q), (0, len_k))
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
-        left, right = (far if side is None else min(side, far) for side in (self.left, self.right))
+        left, right = (far if side is None else max(-far, min(side, far)) for side in (self.left, self.right))
         lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)
         _fill_intervals(np.array(parts.cu_q), np.array(parts.cu_k), left, right, lo, hi)
         return lo, hi
@@ -184,7 +191,13 @@ CAUSAL = Mask(right=0)
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit."""
+    """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit.
+
+    A side below -1 is counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two
+    negative sides mean no limits, as in FlashAttention.
+    """
+    if left is not None and right is not None and left < 0 and right < 0:
+        return FULL
     return Mask(None if left == -1 else left, None if right == -1 else right)
 
 
