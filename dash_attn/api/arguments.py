@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
 from dash_attn.order import POLICIES, parse
-from dash_attn.problem import FULL, Mask, Problem, documents, window
+from dash_attn.problem import FULL, Documents, Mask, Problem, window
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -86,7 +87,7 @@ def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Problem:
         dim=q.shape[-1],
         dtype=DTYPES[q.dtype],
         scale=scale,
-        mask=mask if batch else FULL,
+        mask=mask.without_negative_sides(q.shape[-3], k.shape[-3]) if batch else FULL,
     )
 
 
@@ -227,47 +228,31 @@ def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
         second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
+    if len(first) == 1:
+        first = second = (0, 0)  # no sequences: one without tokens
+    parts = Documents(first, second)
     if asked.used_q is not None or asked.used_k is not None:
-        first, second = _apart(first, second, (asked.used_q, asked.used_k))
-    return documents(first, second) if len(first) > 1 else documents((0, 0))
+        parts = parts.set_apart(
+            _unused(USED_NAMES[0], asked.used_q, first), _unused(USED_NAMES[1], asked.used_k, second)
+        )
+    return Mask(documents=parts)
 
 
-def _apart(
-    cu_q: tuple[int, ...], cu_k: tuple[int, ...], used: tuple[Boundaries | None, Boundaries | None]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The boundaries with unused rows in documents of their own.
-
-    A sequence becomes up to three documents: the used queries and keys, the unused queries without keys, and the unused
-    keys without queries.
-    """
-    first, second = [0], [0]
-    rows = zip(_used(USED_NAMES[0], used[0], cu_q), _used(USED_NAMES[1], used[1], cu_k), strict=True)
-    for (used_q, unused_q), (used_k, unused_k) in rows:
-        for len_q, len_k in (
-            (used_q, used_k),
-            *([(unused_q, 0)] * (unused_q > 0)),
-            *([(0, unused_k)] * (unused_k > 0)),
-        ):
-            first.append(first[-1] + len_q)
-            second.append(second[-1] + len_k)
-    return tuple(first), tuple(second)
-
-
-def _used(name: str, given: Boundaries | None, cu: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(used rows, unused rows) of each sequence."""
+def _unused(name: str, given: Boundaries | None, cu: tuple[int, ...]) -> list[int]:
+    """The unused rows of each sequence."""
     lengths = [end - begin for begin, end in pairwise(cu)]
     if given is None:
-        return [(length, 0) for length in lengths]
+        return [0 for _ in lengths]
     used = _numbers(name, given)
     if len(used) != len(lengths):
         raise ValueError(f"{name} must have one number for each of the {len(lengths)} sequences; got {len(used)}")
-    for sequence, (count, length) in enumerate(zip(used, lengths, strict=True)):
+    for number, (count, length) in enumerate(zip(used, lengths, strict=True)):
         if not 0 <= count <= length:
             raise ValueError(
-                f"{name} must be from 0 to the length of its sequence; got {count} for sequence {sequence} of length "
+                f"{name} must be from 0 to the length of its sequence; got {count} for sequence {number} of length "
                 f"{length}"
             )
-    return [(int(count), length - int(count)) for count, length in zip(used, lengths, strict=True)]
+    return [length - count for count, length in zip(used, lengths, strict=True)]
 
 
 def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -343,7 +328,7 @@ def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
     numbers = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(x, SupportsIndex) for x in numbers):
         raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
-    return numbers  # type: ignore[return-value]
+    return tuple(index(x) for x in numbers)  # type: ignore[arg-type]
 
 
 def _check_tensor(name: str, x: object) -> None:

@@ -7,6 +7,7 @@ allowed tiles, which tiling reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,6 +46,20 @@ class Documents:
                 f"cu_seqlens must end at the number of tokens: "
                 f"{self.cu_q[-1]} of {len_q} queries, {self.cu_k[-1]} of {len_k} keys"
             )
+
+    def set_apart(self, last_q: Sequence[int], last_k: Sequence[int]) -> Documents:
+        """The documents without the last rows of each. These rows become documents without a partner.
+
+        A document becomes up to three: the queries and keys that stay, the last queries without keys, and the last keys
+        without queries. `last_q` and `last_k` have one number for each document.
+        """
+        cu_q, cu_k = [0], [0]
+        for (_, end_q), (_, end_k), q, k in zip(pairwise(self.cu_q), pairwise(self.cu_k), last_q, last_k, strict=True):
+            for more, row_q, row_k in ((True, end_q - q, end_k - k), (q > 0, end_q, end_k - k), (k > 0, end_q, end_k)):
+                if more:
+                    cu_q.append(row_q)
+                    cu_k.append(row_k)
+        return Documents(tuple(cu_q), tuple(cu_k))
 
     def __and__(self, other: Documents) -> Documents:
         if self == other:
@@ -140,6 +155,24 @@ class Mask:
     def is_blind(self) -> bool:
         """The window ends before it begins, so no query sees a key."""
         return self.left is not None and self.right is not None and self.left + self.right < 0
+
+    def without_negative_sides(self, len_q: int, len_k: int) -> Mask:
+        """The same pairs by sides from 0 on, as far as there are no tiles: few kernels take negative sides.
+
+        The last query is at the last key. Without the last three keys every position is three lower, so `right=-3`
+        becomes `right=0`. Without the last queries positions are higher, which serves the left side.
+        """
+        last_q, last_k = (max(0, -side) if side is not None else 0 for side in (self.left, self.right))
+        if not (last_q or last_k) or self.is_blind or self.tiles is not None:
+            return self
+        parts = self.documents or Documents((0, len_q), (0, len_k))
+        apart = parts.set_apart(
+            [min(last_q, end - begin) for begin, end in pairwise(parts.cu_q)],
+            [min(last_k, end - begin) for begin, end in pairwise(parts.cu_k)],
+        )
+        higher = last_q - last_k
+        left = None if self.left is None else self.left + higher
+        return Mask(left, None if self.right is None else self.right - higher, apart)
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
