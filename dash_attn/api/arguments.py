@@ -328,7 +328,7 @@ def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
     numbers = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(x, SupportsIndex) for x in numbers):
         raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
-    return tuple(index(x) for x in numbers)  # type: ignore[arg-type]
+    return tuple(index(x) for x in numbers)
 
 
 def _check_tensor(name: str, x: object) -> None:
