@@ -21,7 +21,8 @@ class Prepared:
 
     def __init__(self, problem: Problem, policy: str, options: Options, backend: Backend) -> None:
         self.problem, self.policy, self.options, self.backend = problem, policy, options, backend
-        self.is_empty = not (problem.len_q and problem.len_k)  # no query or no key: nothing is launched
+        # Without queries, without keys or with a window that is empty nothing is launched.
+        self.is_empty = not (problem.len_q and problem.len_k) or problem.mask.is_blind
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
 

@@ -38,7 +38,7 @@ def boundaries(draw: st.DrawFn, length: int, count: int) -> tuple[int, ...]:
 
 
 def windows() -> st.SearchStrategy[Mask]:
-    side = st.none() | st.integers(0, 12)
+    side = st.none() | st.integers(0, 12) | st.integers(-12, 12)
     return st.builds(window, side, side)
 
 

@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
+from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from dash_attn.api.calls import Boundaries, read, values_of
+from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
 from dash_attn.order import POLICIES, parse
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.problem import FULL, Documents, Mask, Problem, window
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 OLDEST_TORCH = (2, 9)
 
 asked_of_flash = variable("FLASH_ATTENTION_DETERMINISTIC")
 
-Window = tuple[int | None, int | None]
+Side = int | Tensor | None
+Window = tuple[Side, Side]
 
 
 FLASH_NAMES = ("cu_seqlens_q", "cu_seqlens_k")  # FlashAttention's words for the cu_seqlens
+USED_NAMES = ("seqused_q", "seqused_k")
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call except the tensors. `names` are the caller's names of the two cu_seqlens arguments."""
+    """The arguments of a call except the tensors.
+
+    `names` are the caller's names of the two cu_seqlens arguments. `used_q` and `used_k` are FlashAttention's seqused:
+    the number of leading rows of each sequence that take part.
+    """
 
     causal: bool = False
     window: Window | None = None
@@ -40,17 +50,19 @@ class Arguments(NamedTuple):
     deterministic: bool | None = None
     sm_margin: int = 0
     names: tuple[str, str] = ("cu_seqlens", "cu_seqlens_k")
+    used_q: Boundaries | None = None
+    used_k: Boundaries | None = None
 
     def key(self) -> tuple[object, ...]:
-        """Everything that a check looks at, also the values of cu_seqlens.
+        """Everything that a check looks at, also the values of tensors.
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names = self
+        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names, used_q, used_k = self
         plain: tuple[object, ...] = self
         if window is not None or cu_q is not None or cu_k is not None:
-            sides = (*window, *map(type, window)) if type(window) is tuple else (window, type(window))
-            cu = (values_of(cu_q), values_of(cu_k))
+            sides = (*map(side_of, window), *map(type, window)) if type(window) is tuple else (window, type(window))
+            cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
             plain = (causal, sides, *cu, mask, scale, policy, deterministic, sm_margin, names)
         kinds = (type(causal), type(scale), type(deterministic), type(sm_margin))
         return plain, kinds, wants_determinism(deterministic)
@@ -59,16 +71,23 @@ class Arguments(NamedTuple):
 def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
     """The problem of a call, or an error that names the argument."""
     check_arguments(q, k, v, asked)
+    scale = None if asked.scale is None else float(asked.scale)
+    return pose(q, k, mask_of(asked) & documents_of(asked, q, k), scale)
+
+
+def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Problem:
+    """The problem of checked tensors. A batch without sequences becomes one sequence without tokens."""
+    batch = q.shape[0] if q.ndim == 4 else 1
     return Problem(
-        batch=q.shape[0] if q.ndim == 4 else 1,
+        batch=max(batch, 1),
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],
-        len_q=q.shape[-3],
-        len_k=k.shape[-3],
+        len_q=q.shape[-3] if batch else 0,
+        len_k=k.shape[-3] if batch else 0,
         dim=q.shape[-1],
         dtype=DTYPES[q.dtype],
-        scale=None if asked.scale is None else float(asked.scale),
-        mask=mask_of(asked) & documents_of(asked, q, k),
+        scale=scale,
+        mask=mask.without_negative_sides(q.shape[-3], k.shape[-3]) if batch else FULL,
     )
 
 
@@ -167,22 +186,36 @@ def mask_of(asked: Arguments) -> Mask:
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
     check_flag("causal", asked.causal)
-    total = (CAUSAL if asked.causal else FULL) & (mask or FULL)
-    if sides is None:
-        return total
-    if (
-        not isinstance(sides, tuple | list)
-        or len(sides) != 2
-        or any(side is not None and (not isinstance(side, int) or side < -1) for side in sides)
-    ):
-        raise ValueError(
-            f"window must be (left, right), each a whole number from 0, or -1 or None for no limit; got {sides}"
+    band = FULL if sides is None else _window_of(sides)
+    # As in FlashAttention, causal sets the right side to 0, also in place of a negative one.
+    return (replace(band, right=0) if asked.causal else band) & (mask or FULL)
+
+
+def _window_of(sides: Window) -> Mask:
+    if isinstance(sides, tuple | list) and len(sides) == 2:
+        left, right = map(_side, sides)
+        if all(side is None or isinstance(side, int) for side in (left, right)):
+            return window(left, right)  # type: ignore[arg-type]
+    raise ValueError(
+        "window must be (left, right), each a whole number, as an int or a tensor without dimensions, or None for no "
+        f"limit; got {sides}"
+    )
+
+
+def _side(given: object) -> object:
+    """A tensor of one whole number as this number, anything else as it is."""
+    if not isinstance(given, Tensor) or given.ndim or given.dtype not in WHOLE:
+        return given
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "a side of the window is a tensor, whose value torch.compile cannot read: give an int, or call int() on "
+            "the tensor outside the compiled function"
         )
-    return total & window(*sides)
+    return read(given)[0]
 
 
 def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
-    """The packed sequences as documents, or no documents. This reads the values of cu_seqlens."""
+    """The packed sequences as documents, or no documents. This reads the values of cu_seqlens and seqused."""
     (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
     if cu_q is None:
         return FULL
@@ -190,11 +223,68 @@ def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
     if cu_k is None:
         if k.shape[-3] != q.shape[-3]:
             raise ValueError(f"{k_name} is needed: there are {q.shape[-3]} queries and {k.shape[-3]} keys")
-        return documents(first)
-    second = _checked(k_name, cu_k, k.shape[-3])
+        second = first
+    else:
+        second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
-    return documents(first, second)
+    if len(first) == 1:
+        first = second = (0, 0)  # no sequences: one without tokens
+    parts = Documents(first, second)
+    if asked.used_q is not None or asked.used_k is not None:
+        parts = parts.set_apart(
+            _unused(USED_NAMES[0], asked.used_q, first), _unused(USED_NAMES[1], asked.used_k, second)
+        )
+    return Mask(documents=parts)
+
+
+def _unused(name: str, given: Boundaries | None, cu: tuple[int, ...]) -> list[int]:
+    """The unused rows of each sequence."""
+    lengths = [end - begin for begin, end in pairwise(cu)]
+    if given is None:
+        return [0 for _ in lengths]
+    used = _numbers(name, given)
+    if len(used) != len(lengths):
+        raise ValueError(f"{name} must have one number for each of the {len(lengths)} sequences; got {len(used)}")
+    for number, (count, length) in enumerate(zip(used, lengths, strict=True)):
+        if not 0 <= count <= length:
+            raise ValueError(
+                f"{name} must be from 0 to the length of its sequence; got {count} for sequence {number} of length "
+                f"{length}"
+            )
+    return [length - count for count, length in zip(used, lengths, strict=True)]
+
+
+def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """cu_seqlens as tensors, with unused rows in documents of their own, as `documents_of` makes them.
+
+    torch.compile traces this function. The operators check the values: with a number of used rows that is out of range,
+    the boundaries decrease somewhere.
+    """
+    cu_q, cu_k = _row(asked.cu_q), None if asked.cu_k is asked.cu_q else _row(asked.cu_k)
+    used_q, used_k = _row(asked.used_q), _row(asked.used_k)
+    if cu_q is None or (used_q is None and used_k is None):
+        return cu_q, cu_k
+    cu_k = cu_q if cu_k is None else cu_k
+    given = [x for x in (cu_q, cu_k, used_q, used_k) if x is not None]
+    at = device if any(x.device == device for x in given) else given[0].device
+    cu_q, cu_k = cu_q.to(at), cu_k.to(at)
+    for name, used, cu in ((USED_NAMES[0], used_q, cu_q), (USED_NAMES[1], used_k, cu_k)):
+        if used is not None and used.shape[0] != cu.shape[0] - 1:
+            raise ValueError(
+                f"{name} must have one number for each of the {cu.shape[0] - 1} sequences; got {used.shape[0]}"
+            )
+    end_q = cu_q[1:] if used_q is None else cu_q[:-1] + used_q.to(at)
+    end_k = cu_k[1:] if used_k is None else cu_k[:-1] + used_k.to(at)
+    parts_q, parts_k = (end_q, cu_q[1:], cu_q[1:]), (end_k, end_k, cu_k[1:])
+    return (
+        torch.cat([cu_q[:1], torch.stack(parts_q, 1).flatten()]),
+        torch.cat([cu_k[:1], torch.stack(parts_k, 1).flatten()]),
+    )
+
+
+def _row(given: Boundaries | None) -> Tensor | None:
+    return given if given is None or isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)
 
 
 def _check_scale(scale: Any) -> None:
@@ -211,7 +301,11 @@ def _check_packing(asked: Arguments, q: Tensor) -> None:
         )
     if cu_q is None and cu_k is not None:
         raise ValueError(f"{k_name} was given without {q_name}")
-    for name, cu in ((q_name, cu_q), (k_name, cu_k)):
+    used = tuple(zip(USED_NAMES, (asked.used_q, asked.used_k), strict=True))
+    for name, given in used:
+        if cu_q is None and given is not None:
+            raise ValueError(f"{name} was given without {q_name}")
+    for name, cu in ((q_name, cu_q), (k_name, cu_k), *used):
         if isinstance(cu, Tensor):
             if cu.ndim != 1 or cu.dtype != torch.int32:
                 raise ValueError(f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}")
@@ -220,16 +314,21 @@ def _check_packing(asked: Arguments, q: Tensor) -> None:
 
 
 def _checked(name: str, given: Boundaries, tokens: int) -> tuple[int, ...]:
-    if isinstance(given, Tensor):
-        ends = read(given)
-    else:
-        ends = tuple(given) if isinstance(given, Iterable) else ()
-        if not ends or not all(isinstance(x, SupportsIndex) for x in ends):
-            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
-    if len(ends) < 2 or ends[0] != 0 or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
+    ends = _numbers(name, given)
+    begins = ends[:1] == (0,) and (len(ends) > 1 or tokens == 0)  # [0] names no sequences
+    if not begins or ends[-1] != tokens or any(a > b for a, b in pairwise(ends)):
         shown = str(list(ends)) if len(ends) < 9 else f"[{', '.join(map(str, ends[:7]))}, ... {ends[-1]}]"
         raise ValueError(f"{name} must begin with 0, never decrease and end with the {tokens} tokens; got {shown}")
     return ends
+
+
+def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
+    if isinstance(given, Tensor):
+        return read(given)
+    numbers = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(x, SupportsIndex) for x in numbers):
+        raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
+    return tuple(index(x) for x in numbers)
 
 
 def _check_tensor(name: str, x: object) -> None:

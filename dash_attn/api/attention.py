@@ -16,6 +16,7 @@ from dash_attn.api.arguments import (
     check_arguments,
     mask_of,
     problem_of,
+    traced_boundaries,
     wants_determinism,
 )
 from dash_attn.api.calls import Boundaries, recall, traits
@@ -165,7 +166,10 @@ def attention(
     v divides that of q. Tensors are float32, bfloat16 or float16, and sums are float32. Autocast casts the tensors.
 
     causal         a query sees keys up to its position; the last query of a sequence stands at its last key
-    window         (left, right): a query sees this many keys before and after its position; -1 or None means no limit
+    window         (left, right): a query sees this many keys before and after its position. Each side is an int, a 0-d
+                   integer tensor (a GPU tensor makes the host wait), or None. -1 or None means no limit. Two negative
+                   sides mean no limits. One side below -1 is counted in the other direction: (10, -3) are the keys
+                   from 10 to 3 before the position. With `causal` the right side is 0
     cu_seqlens     0 and the end of each packed sequence, as a list or a tensor. A GPU tensor makes the host wait for
                    the GPU. torch.compile takes a list as a constant; the values of a tensor may change
     cu_seqlens_k   the same for keys, if keys are packed differently
@@ -191,11 +195,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
     if torch.compiler.is_compiling():
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
-        cu = [
-            x if x is None or isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32)
-            for x in (asked.cu_q, None if asked.cu_k is asked.cu_q else asked.cu_k)
-        ]
-        return _traced(q, k, v, (cu[0], cu[1]), (Posed.of(mask_of(asked), asked.scale), _order(asked)))
+        cu = traced_boundaries(asked, q.device)
+        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), _order(asked)))
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:

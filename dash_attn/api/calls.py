@@ -36,24 +36,32 @@ def traits(x: Tensor) -> tuple[object, ...]:
 
 
 def values_of(x: Boundaries | None) -> object:
-    """The values of cu_seqlens, for a key. A tensor is read again only after it has changed."""
+    """The values of cu_seqlens or seqused, for a key. A tensor is read again only after it has changed."""
     if isinstance(x, Tensor):
         return x.device, x.dtype, read(x) if x.ndim == 1 else x.shape
     return x if x is None else (tuple(x), frozenset(map(type, x)))
 
 
+def side_of(x: object) -> object:
+    """A side of a window, for a key: a tensor of one number as its dtype and value, anything else as it is."""
+    if isinstance(x, Tensor):
+        return x.dtype, read(x) if x.ndim == 0 else x.shape
+    return x
+
+
 def read(x: Tensor) -> tuple[int, ...]:
     """The values of a tensor. The first reading of a tensor on a GPU waits for the GPU."""
     if x.is_inference():  # it has no version counter
-        return tuple(x.tolist())
+        return tuple(x.flatten().tolist())
     kept = _values.get(id(x))
     if kept is not None and kept[0]() is x and kept[1] == x._version:
         return kept[2]
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            "cu_seqlens is on a GPU, and its values cannot be read while a CUDA graph is captured: give a list or a "
-            "tensor on the CPU, or call once with the same tensor before the capture"
+            "cu_seqlens, seqused or a side of the window is on a GPU, and its values cannot be read while a CUDA graph "
+            "is captured: give plain numbers or a tensor on the CPU, or call once with the same tensor before the "
+            "capture"
         )
-    number, values = id(x), tuple(x.tolist())
+    number, values = id(x), tuple(x.flatten().tolist())
     _values[number] = weakref.ref(x, lambda _: _values.pop(number, None)), x._version, values
     return values

@@ -7,8 +7,9 @@ conventions are those of FlashAttention:
 - The log-sum-exp is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens). It has no gradient.
 - Causal masks and windows are aligned at the end of each sequence.
 
-Two things differ. `deterministic` is None by default, which means yes unless the process asks otherwise. A row that
-sees no key has output 0 and log-sum-exp -inf, where FlashAttention 2 gives inf.
+Three things differ. `deterministic` is None by default, which means yes unless the process asks otherwise. A row that
+sees no key has output 0 and log-sum-exp -inf, where FlashAttention 2 gives inf. A window side below -1 beside a side
+that is not negative has the meaning of FlashAttention 4: FlashAttention 2 and 3 take it for no limit.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ WAY_OUT = {
     "k_descale": "give k in bfloat16 or float16",
     "v_descale": "give v in bfloat16 or float16",
     "attention_chunk": "give the chunks as sequences to flash_attn_varlen_func",
-    "seqused_q": "leave unused tokens out of q and cu_seqlens_q",
-    "seqused_k": "leave unused tokens out of k, v and cu_seqlens_k",
     "block_table": "gather k and v first: paged caches are for inference",
 }
 
@@ -63,7 +62,10 @@ def flash_attn_func(
 ) -> Result:
     """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
-    window_size    (left, right); -1 or None means no limit
+    window_size    (left, right): keys before and after the position of a query that it sees, each an int, a 0-d
+                   integer tensor, or None. -1 or None means no limit. Two negative sides mean no limits. One side
+                   below -1 is counted in the other direction, as in FlashAttention 4: (10, -3) are the keys from 10 to
+                   3 before the position. With causal the right side is 0
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     sm_margin      SMs of a GPU that the backward leaves to other kernels; it never changes the bits
 
@@ -105,8 +107,8 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    seqused_q: Boundaries | None = None,
+    seqused_k: Boundaries | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -118,16 +120,17 @@ def flash_attn_varlen_func(
 ) -> Result:
     """Attention over packed sequences, (tokens, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
-    `cu_seqlens_q` and `cu_seqlens_k` hold 0 and the end of each sequence, as tensors or lists. max_seqlen_q and
-    max_seqlen_k have no effect. block_table and seqused must be None. The other arguments are as in flash_attn_func.
+    `cu_seqlens_q` and `cu_seqlens_k` hold 0 and the end of each sequence, as int32 tensors or lists. `seqused_q` and
+    `seqused_k` hold one number for each sequence: how many of its first rows take part. The last used query stands
+    at the last used key. Unused rows have output 0, log-sum-exp -inf and gradient 0, and their values reach nothing.
+    max_seqlen_q and max_seqlen_k have no effect. block_table must be None. The other arguments are as in
+    flash_attn_func.
     """
     _refuse(
         dropout_p=dropout_p,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=block_table,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
         qv=qv,
         q_descale=q_descale,
         k_descale=k_descale,
@@ -143,6 +146,8 @@ def flash_attn_varlen_func(
         deterministic=deterministic,
         sm_margin=sm_margin,
         names=FLASH_NAMES,
+        used_q=seqused_q,
+        used_k=seqused_k,
     )
     out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import DTYPES, FLASH_NAMES, Arguments, documents_of, wants_determinism
+from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, wants_determinism
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
-from dash_attn.problem import Documents, Mask, Problem, TileMask
+from dash_attn.problem import Documents, Mask, TileMask
 
 
 class Posed(NamedTuple):
@@ -126,17 +126,8 @@ def _prepared(
 
     def checked() -> Prepared:
         cu_q, cu_k = boundaries
-        problem = Problem(
-            batch=q.shape[0],
-            heads_q=q.shape[2],
-            heads_kv=k.shape[2],
-            len_q=q.shape[1],
-            len_k=k.shape[1],
-            dim=q.shape[3],
-            dtype=DTYPES[q.dtype],
-            scale=posed.scale,
-            mask=posed.mask() & documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k),
-        )
+        packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k)
+        problem = pose(q, k, posed.mask() & packing, posed.scale)
         return prepare(problem, order.policy, options, q.device)
 
     return recall(key, checked)

@@ -7,6 +7,7 @@ allowed tiles, which tiling reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,6 +46,20 @@ class Documents:
                 f"cu_seqlens must end at the number of tokens: "
                 f"{self.cu_q[-1]} of {len_q} queries, {self.cu_k[-1]} of {len_k} keys"
             )
+
+    def set_apart(self, last_q: Sequence[int], last_k: Sequence[int]) -> Documents:
+        """The documents without the last rows of each. These rows become documents without a partner.
+
+        A document becomes up to three: the queries and keys that stay, the last queries without keys, and the last keys
+        without queries. `last_q` and `last_k` have one number for each document.
+        """
+        cu_q, cu_k = [0], [0]
+        for (_, end_q), (_, end_k), q, k in zip(pairwise(self.cu_q), pairwise(self.cu_k), last_q, last_k, strict=True):
+            for more, row_q, row_k in ((True, end_q - q, end_k - k), (q > 0, end_q, end_k - k), (k > 0, end_q, end_k)):
+                if more:
+                    cu_q.append(row_q)
+                    cu_k.append(row_k)
+        return Documents(tuple(cu_q), tuple(cu_k))
 
     def __and__(self, other: Documents) -> Documents:
         if self == other:
@@ -101,7 +116,9 @@ class Mask:
     """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles.
 
     `left` and `right` count keys before and after the position of the query; None is no limit, and `right=0` is causal.
-    The last query is at the position of the last key, of the sequence or of each document.
+    A side below -1 moves that end of the window to the other side of the query: with `right=-3` a query sees keys up to
+    the third before its position. The last query is at the position of the last key, of the sequence or of each
+    document.
     """
 
     left: int | None = None
@@ -112,8 +129,8 @@ class Mask:
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"window {name} must be None (no limit) or at least 0, got {value}")
+            if value == -1:  # the functions and the operators take it for no limit
+                raise ValueError(f"window {name} must be None (no limit), at least 0 or below -1, got {value}")
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(
@@ -134,12 +151,35 @@ class Mask:
         """Causal and nothing else."""
         return self == CAUSAL
 
+    @property
+    def is_blind(self) -> bool:
+        """The window ends before it begins, so no query sees a key."""
+        return self.left is not None and self.right is not None and self.left + self.right < 0
+
+    def without_negative_sides(self, len_q: int, len_k: int) -> Mask:
+        """The same pairs by sides from 0 on, as far as there are no tiles: few kernels take negative sides.
+
+        The last query is at the last key. Without the last three keys every position is three lower, so `right=-3`
+        becomes `right=0`. Without the last queries positions are higher, which serves the left side.
+        """
+        last_q, last_k = (max(0, -side) if side is not None else 0 for side in (self.left, self.right))
+        if not (last_q or last_k) or self.is_blind or self.tiles is not None:
+            return self
+        parts = self.documents or Documents((0, len_q), (0, len_k))
+        apart = parts.set_apart(
+            [min(last_q, end - begin) for begin, end in pairwise(parts.cu_q)],
+            [min(last_k, end - begin) for begin, end in pairwise(parts.cu_k)],
+        )
+        higher = last_q - last_k
+        left = None if self.left is None else self.left + higher
+        return Mask(left, None if self.right is None else self.right - higher, apart)
+
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
         parts = self.documents or Documents((0, len_q), (0, len_k))
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
-        left, right = (far if side is None else min(side, far) for side in (self.left, self.right))
+        left, right = (far if side is None else max(-far, min(side, far)) for side in (self.left, self.right))
         lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)
         _fill_intervals(np.array(parts.cu_q), np.array(parts.cu_k), left, right, lo, hi)
         return lo, hi
@@ -184,7 +224,13 @@ CAUSAL = Mask(right=0)
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit."""
+    """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit.
+
+    A side below -1 is counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two
+    negative sides mean no limits, as in FlashAttention.
+    """
+    if left is not None and right is not None and left < 0 and right < 0:
+        return FULL
     return Mask(None if left == -1 else left, None if right == -1 else right)
 
 

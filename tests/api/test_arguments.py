@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.api import attention, backward, explain, flash_attn_func
+from dash_attn.api import attention, backward, explain, flash_attn_func, flash_attn_varlen_func
 from dash_attn.api.arguments import check_torch, wants_determinism
 from dash_attn.backends import backend_for
 from dash_attn.backends.sm90.alignment import aligned
@@ -59,7 +59,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(v=zeros(2, 9, 2, 16)), ["v must have the shape of k", "(2, 8, 2, 16)", "(2, 9, 2, 16)"]),
     (call(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), ["k and v", "divides q's 4", "got 3"]),
     (call(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)), ["k and v", "divides q's 4", "got 0"]),
-    (call(q=zeros(0, 8, 4, 16), k=zeros(0, 8, 2, 16), v=zeros(0, 8, 2, 16)), ["batch", "at least 1"]),
     (call(q=zeros(*Q).to_sparse()), ["q must be a dense tensor", "torch.sparse_coo"]),
     (call(q=nested), ["q must be a dense tensor", "packed", "nested"]),
     (call(q=zeros(2, 8, 4, 0), k=zeros(2, 8, 2, 0), v=zeros(2, 8, 2, 0)), ["dim", "at least 1", "0"]),
@@ -69,7 +68,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(causal="no"), ["causal must be True, False or None", "'no'"]),
     (call(window=5), ["window must be (left, right)", "5"]),
     (call(window=(1, 2, 3)), ["window must be (left, right)", "(1, 2, 3)"]),
-    (call(window=(-2, 0)), ["window must be (left, right)", "-1 or None", "(-2, 0)"]),
+    (call(window=(torch.tensor(1.0), 0)), ["window must be (left, right)", "tensor(1.)"]),
+    (call(window=(torch.tensor([1]), 0)), ["window must be (left, right)", "tensor([1])"]),
+    (call(window=(torch.tensor(True), 0)), ["window must be (left, right)", "tensor(True)"]),
     (call(window=(1.5, 0)), ["window", "whole number", "1.5"]),
     (call(mask=torch.ones(8, 8)), ["mask must be a dash_attn Mask", "Tensor"]),
     (call(mask=tiles([[1]], 4, 4)), ["does not cover 8 queries x 8 keys"]),
@@ -139,6 +140,28 @@ REFUSED_FLASH: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
+def varlen(**changes: Any) -> dict[str, Any]:
+    return packed(cu_seqlens_q=[0, 3, 8], cu_seqlens_k=[0, 5, 8], **changes)
+
+
+REFUSED_VARLEN: list[tuple[dict[str, Any], list[str]]] = [
+    (varlen(seqused_q=[3]), ["seqused_q", "each of the 2 sequences", "got 1"]),
+    (varlen(seqused_k=cu([1, 2, 3])), ["seqused_k", "each of the 2 sequences", "got 3"]),
+    (varlen(seqused_q=[4, 5]), ["seqused_q", "length of its sequence", "got 4 for sequence 0 of length 3"]),
+    (varlen(seqused_k=cu([5, -1])), ["seqused_k", "from 0", "got -1 for sequence 1 of length 3"]),
+    (varlen(seqused_k=[1.0, 2.0]), ["seqused_k", "list of whole numbers", "[1.0, 2.0]"]),
+    (varlen(seqused_q=2), ["seqused_q", "list of whole numbers", "got 2"]),
+    (varlen(seqused_q=torch.tensor([1, 2])), ["seqused_q", "one row of int32", "torch.int64"]),
+    (varlen(seqused_k=cu([[1, 2]])), ["seqused_k", "one row", "(1, 2)"]),
+    (varlen(seqused_q=cu([1, 2]).to("meta")), ["seqused_q", "device of q, cpu", "meta"]),
+    (
+        {**call(q=zeros(1, *PACKED), k=zeros(1, *PACKED_K), v=zeros(1, *PACKED_K)), "cu_seqlens_q": None}
+        | {"cu_seqlens_k": None, "seqused_q": [8]},
+        ["seqused_q was given without cu_seqlens_q"],
+    ),
+]
+
+
 def message_of(function: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception] = ValueError) -> str:
     with pytest.raises(kind) as caught:
         function(**arguments)
@@ -150,6 +173,7 @@ ROWS = [
     (attention, call(deterministic="yes"), ["deterministic must be True, False or None", "'yes'"], ValueError),
     *((backward, *row, ValueError) for row in REFUSED_BACKWARD),
     *((flash_attn_func, *row, NotImplementedError) for row in REFUSED_FLASH),
+    *((flash_attn_varlen_func, *row, ValueError) for row in REFUSED_VARLEN),
 ]
 
 

@@ -34,6 +34,15 @@ CALLS = [
     ({"window": (50, 3)}, window(50, 3)),
     ({"window": (-1, 10)}, window(None, 10)),
     ({"window": (None, None)}, FULL),
+    ({"window": (None, -30)}, Mask(None, -30)),
+    ({"window": (-30, None)}, Mask(-30, None)),
+    ({"window": (50, -3)}, Mask(50, -3)),
+    ({"window": (-3, 50)}, Mask(-3, 50)),
+    ({"window": (-50, 3)}, Mask(-50, 3)),
+    ({"window": (-2, -1)}, FULL),
+    ({"causal": True, "window": (7, -3)}, window(7, 0)),
+    ({"causal": True, "window": (-3, -3)}, CAUSAL),
+    ({"window": (torch.tensor(50), torch.tensor(3, dtype=torch.int32))}, window(50, 3)),
     ({"causal": True, "window": (50, 10)}, window(50, 0)),
     ({"mask": tiles([[1, 0], [1, 1]], 256, 256)}, tiles([[1, 0], [1, 1]], 256, 256)),
     ({"mask": tiles([[1, 0], [1, 1]], 256, 256), "causal": True}, tiles([[1, 0], [1, 1]], 256, 256) & CAUSAL),
@@ -171,6 +180,46 @@ def test_no_tokens(len_q: int, len_k: int) -> None:
     assert not out.any() and (lse == -math.inf).all()
     grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
     assert all(grad.shape == x.shape and not grad.any() for grad, x in zip(grads, tensors, strict=True))
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window": (3, 0)}, {"mask": tiles([[1]], 8, 8)}], ids=str)
+def test_no_sequences(how: dict[str, object]) -> None:
+    tensors = [x[:0].detach().requires_grad_() for x in qkv(8)]
+    out, lse = attention(*tensors, return_lse=True, **how)
+    assert out.shape == (0, 8, 4, 16) and lse.shape == (0, 4, 8) and lse.dtype == torch.float32
+    grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    direct = backward(out.detach(), *(x.detach() for x in (*tensors, out)), lse, **how)
+    assert [x.shape for x in grads] == [x.shape for x in direct] == [x.shape for x in tensors]
+
+
+@pytest.mark.parametrize("cu", [[0], [0, 0], [0, 0, 0], torch.tensor([0], dtype=torch.int32)], ids=str)
+def test_packs_without_tokens(cu: list[int] | Tensor) -> None:
+    tensors = [x[0, :0].detach().requires_grad_() for x in qkv(8)]
+    out, lse = attention(*tensors, cu_seqlens=cu, cu_seqlens_k=cu, causal=True, return_lse=True)
+    assert out.shape == (0, 4, 16) and lse.shape == (4, 0)
+    grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+    assert [x.shape for x in grads] == [x.shape for x in tensors]
+
+
+LAYOUTS = [([0, 0, 1, 2, 130, 131, 300], [0, 5, 5, 6, 50, 260, 290]), ([0, 1, 1, 300], [0, 1, 1, 300])]
+
+
+@pytest.mark.parametrize(
+    "how", [{"causal": True}, {"window": (9, 4)}, {"window": (40, -7)}, {"window": (-7, 40)}], ids=str
+)
+@pytest.mark.parametrize(("cu_q", "cu_k"), LAYOUTS)
+def test_documents_of_any_length(cu_q: list[int], cu_k: list[int], how: dict[str, object]) -> None:
+    """Lengths 0 and 1, more queries than keys and more keys than queries; windows count inside each document."""
+    tensors = [x[0].detach().requires_grad_() for x in qkv(cu_q[-1], cu_k[-1])]
+    out, lse = attention(*tensors, cu_seqlens=cu_q, cu_seqlens_k=cu_k, return_lse=True, **how)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tensors, dout)
+    mask = documents(cu_q, cu_k) & (CAUSAL if "causal" in how else Mask(*how["window"]))
+    expected = exact(posed(*(x[None] for x in tensors[:2]), mask), *(x.detach()[None] for x in (dout, *tensors)))
+    assert torch.equal(lse.isinf(), expected.lse[0].isinf())
+    assert error(lse.nan_to_num(neginf=0), expected.lse[0].nan_to_num(neginf=0)) < 1e-6
+    for got, want in zip((out.detach(), *grads), (expected.out, *expected.gradients), strict=True):
+        assert error(got, want[0]) < 1e-6
 
 
 # ---- backward ----------------------------------------------------------------------------------------------

@@ -79,6 +79,18 @@ def test_values_of_boundaries_count() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_values_of_window_sides_count() -> None:
+    side = torch.tensor(3)
+    first = dash_attn.backward(**arguments(window=(side, 0)))
+    side.fill_(5)
+    second = dash_attn.backward(**arguments(window=(side, 0)))
+    for got, left in ((first, 3), (second, 5)):
+        assert all(
+            torch.equal(a, b) for a, b in zip(got, dash_attn.backward(**arguments(window=(left, 0))), strict=True)
+        )
+    assert not torch.equal(first.dk, second.dk)
+
+
 def test_what_cannot_be_remembered_still_runs() -> None:
     plain = dash_attn.backward(**arguments(window=(3, 0)))
     listed = dash_attn.backward(**arguments(window=[3, 0]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -143,7 +145,7 @@ def test_what_there_is_no_kernel_for_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"window_size": (-2, 0)}, r"window must be \(left, right\)"),
+        ({"window_size": (1.5, 0)}, r"window must be \(left, right\)"),
         ({"softmax_scale": float("nan")}, "scale must be a finite number"),
         ({"sm_margin": -1}, "sm_margin must be a whole number from 0"),
     ],
@@ -151,6 +153,78 @@ def test_what_there_is_no_kernel_for_is_refused(name: str) -> None:
 def test_bad_values_are_refused(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         flash_attn_func(*dense(), **arguments)
+
+
+# ---- seqused -----------------------------------------------------------------------------------------------
+
+CU_Q, CU_K = [0, 40, 40, 41, 100, 300], [0, 30, 50, 60, 200, 310]
+USED = [
+    ([17, 0, 1, 59, 130], [30, 5, 3, 70, 0]),
+    ([0, 0, 0, 20, 200], [12, 20, 10, 0, 110]),
+    (None, [1, 0, 10, 139, 60]),
+    ([40, 0, 0, 3, 7], None),
+]
+
+
+def unequal(seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(n, heads, 16) for n, heads in ((CU_Q[-1], 4), (CU_K[-1], 2), (CU_K[-1], 2))]
+
+
+def spoiled(x: Tensor, cu: list[int], used: list[int] | None) -> Tensor:
+    """The tensor with NaN in unused rows. Rows are dimension 0."""
+    x = x.clone()
+    for (begin, end), count in zip(pairwise(cu), used or [], strict=used is not None):
+        x[begin + count : end] = math.nan
+    return x
+
+
+def lengths(cu: list[int], used: list[int] | None) -> list[int]:
+    return [end - begin for begin, end in pairwise(cu)] if used is None else used
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (20, 3)}, {"window_size": (None, -4)}], ids=str)
+@pytest.mark.parametrize(("used_q", "used_k"), USED)
+def test_unused_rows_take_no_part(used_q: list[int] | None, used_k: list[int] | None, how: dict[str, Any]) -> None:
+    """Each sequence is as if it were alone and had no unused rows, although these are NaN, in dout too."""
+    q, k, v = unequal()
+    leaves = [
+        spoiled(x, cu, used).requires_grad_()
+        for x, cu, used in ((q, CU_Q, used_q), (k, CU_K, used_k), (v, CU_K, used_k))
+    ]
+    out, lse, _ = flash_attn_varlen_func(
+        *leaves, CU_Q, CU_K, seqused_q=used_q, seqused_k=used_k, return_attn_probs=True, **how
+    )
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, spoiled(dout, CU_Q, used_q))
+    want = [torch.zeros_like(out), torch.full_like(lse, -math.inf), *map(torch.zeros_like, leaves)]
+    rows = zip(CU_Q[:-1], lengths(CU_Q, used_q), CU_K[:-1], lengths(CU_K, used_k), strict=True)
+    for first_q, count_q, first_k, count_k in rows:
+        mine, theirs = slice(first_q, first_q + count_q), slice(first_k, first_k + count_k)
+        alone = [x[None, part].detach().requires_grad_() for x, part in ((q, mine), (k, theirs), (v, theirs))]
+        single, single_lse, _ = flash_attn_func(*alone, return_attn_probs=True, **how)
+        want[0][mine], want[1][:, mine] = single[0].detach(), single_lse[0]
+        for total, part, grad in zip(
+            want[2:], (mine, theirs, theirs), torch.autograd.grad(single, alone, dout[None, mine]), strict=True
+        ):
+            total[part] = grad[0]
+    for got, expected in zip((out.detach(), lse, *grads), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_used_rows_are_tensors_or_lists_and_their_values_count() -> None:
+    used_q, used_k = (torch.tensor(used, dtype=torch.int32) for used in USED[0])
+    listed = flash_attn_varlen_func(*unequal(), CU_Q, CU_K, seqused_q=USED[0][0], seqused_k=USED[0][1])
+    assert torch.equal(flash_attn_varlen_func(*unequal(), CU_Q, CU_K, seqused_q=used_q, seqused_k=used_k), listed)
+    used_q[0] = 3
+    other = flash_attn_varlen_func(*unequal(), CU_Q, CU_K, seqused_q=used_q, seqused_k=used_k)
+    assert other[2].any() and not other[3:17].any() and listed[3:17].any()
+
+
+def test_every_row_used_is_no_limit() -> None:
+    every = {"seqused_q": lengths(CU_Q, None), "seqused_k": lengths(CU_K, None)}
+    want = flash_attn_varlen_func(*unequal(), CU_Q, CU_K, causal=True)
+    assert torch.equal(flash_attn_varlen_func(*unequal(), CU_Q, CU_K, causal=True, **every), want)
 
 
 def test_bad_boundaries_are_named_as_the_caller_knows_them() -> None:

@@ -143,6 +143,53 @@ def test_rows_and_sequences_without_keys() -> None:
     assert not bool(got[1][:, :300].any())
 
 
+@pytest.mark.parametrize("how", [{"causal": True}, {"window_size": (60, 7)}, {"window_size": (60, -7)}], ids=str)
+def test_unused_rows_take_no_part(how: dict[str, object]) -> None:
+    """As if the unused rows were not there, although they are NaN, in dout too."""
+    cu_q, cu_k, used_q, used_k = [0, 300, 500, 700], [0, 200, 600, 700], [300, 77, 130], [130, 399, 0]
+    keep_q, keep_k = (
+        torch.cat([torch.arange(a, a + n) for a, n in zip(cu[:-1], used, strict=True)]).cuda()
+        for cu, used in ((cu_q, used_q), (cu_k, used_k))
+    )
+    inputs, dout = tensors(700), tensors(700)[0] * 2
+    spoiled = [torch.full_like(x, float("nan")) for x in (*inputs, dout)]
+    for x, y, keep in zip(spoiled, (*inputs, dout), (keep_q, keep_k, keep_k, keep_q), strict=True):
+        x[keep] = y[keep]
+
+    def run(cu: tuple[list[int], list[int]], given: list[Tensor], **used: list[int]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given[:3]]
+        out, lse, _ = dash_attn.flash_attn_varlen_func(*leaves, *cu, return_attn_probs=True, **used, **how)
+        return [out.detach(), lse.T, *torch.autograd.grad(out, leaves, given[3])]
+
+    short = [x[keep] for x, keep in zip((*inputs, dout), (keep_q, keep_k, keep_k, keep_q), strict=True)]
+    packed = [[0, *torch.tensor(used).cumsum(0).tolist()] for used in (used_q, used_k)]
+    wanted = run((packed[0], packed[1]), short)
+    for used in ({"seqused_q": used_q, "seqused_k": used_k},) * 2:
+        got = run((cu_q, cu_k), spoiled, **used)
+        for x, want, keep, empty in zip(
+            got, wanted, (keep_q, keep_q, keep_q, keep_k, keep_k), (0, -torch.inf, 0, 0, 0), strict=True
+        ):
+            rest = torch.ones(len(x), dtype=torch.bool, device="cuda").index_fill(0, keep, False)
+            assert torch.equal(x[keep], want) and bool((x[rest] == empty).all())
+
+
+@pytest.mark.parametrize("window", [(None, -70), (-70, None), (200, -3), (-3, 200), (-9, 3)], ids=str)
+@pytest.mark.parametrize("lengths", [(500, 500), (300, 500), (500, 300)], ids=str)
+def test_negative_window_sides(lengths: tuple[int, int], window: tuple[int | None, int | None]) -> None:
+    q, (_, k, v) = tensors(2, lengths[0])[0], tensors(2, lengths[1])
+    got = results(dash_attn.attention, q, k, v, window=window)
+    assert close(got, gradients(*(x.cpu().float() for x in (q, k, v)), window=window))
+    sides = tuple(None if side is None else torch.tensor(side, device="cuda") for side in window)
+    again = results(dash_attn.attention, q, k, v, window=sides)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+
+
+def test_no_sequences() -> None:
+    inputs = [x[:0] for x in tensors(2, 100)]
+    out, *grads = gradients(*inputs, causal=True)
+    assert [x.shape for x in (out, *grads)] == [inputs[0].shape, *(x.shape for x in inputs)]
+
+
 @pytest.mark.parametrize(("len_q", "len_k"), [(0, 100), (100, 0), (0, 0)])
 def test_no_tokens(len_q: int, len_k: int) -> None:
     q, (_, k, v) = tensors(2, len_q)[0], tensors(2, len_k)

@@ -41,7 +41,16 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 # ---- the operators alone -----------------------------------------------------------------------------------
 
-MASKS = [FULL, CAUSAL, window(20, 0), CELLS, CELLS & CAUSAL, documents([0, 100, LENGTH], [0, 50, LENGTH], causal=True)]
+MASKS = [
+    FULL,
+    CAUSAL,
+    window(20, 0),
+    window(20, -3),
+    window(-3, None),
+    CELLS,
+    CELLS & CAUSAL,
+    documents([0, 100, LENGTH], [0, 50, LENGTH], causal=True),
+]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -93,13 +102,18 @@ def compiled() -> Iterator[Callable[..., Any]]:
 
 
 CU = torch.tensor([0, 100, LENGTH], dtype=torch.int32)
+USED = torch.tensor([70, 150], dtype=torch.int32)
 COMPILED: list[tuple[Callable[..., Any], bool, dict[str, object]]] = [
     (attention, False, {}),
     (attention, False, {"window": (20, -1), "policy": "descending", "deterministic": True}),
     (attention, False, {"mask": CELLS, "causal": True, "scale": 0.1}),
     (attention, True, {"cu_seqlens": [0, 100, LENGTH]}),
     (attention, True, {"cu_seqlens": CU, "cu_seqlens_k": [0, 50, LENGTH], "mask": documents([0, 200, LENGTH])}),
+    (attention, False, {"window": (20, -3)}),
+    (attention, True, {"cu_seqlens": CU, "window": (-3, 20)}),
     (flash_attn_func, False, {"causal": True}),
+    (flash_attn_varlen_func, True, {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "seqused_q": USED, "seqused_k": [3, 0]}),
+    (flash_attn_varlen_func, True, {"cu_seqlens_q": [0, 9, LENGTH], "cu_seqlens_k": CU, "seqused_k": USED}),
     (flash_attn_varlen_func, True, {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 200, "max_seqlen_k": 200}),
 ]
 
@@ -134,6 +148,33 @@ def test_boundaries_change_without_compiling_again(compiled: Callable[..., Any])
         assert same(found, results(attention, inputs, cu_seqlens=cu))
     with pytest.raises(ValueError, match=r"cu_seqlens_q must begin with 0.*\[0, 7, 8\]"):
         run(*inputs, cu_seqlens=torch.tensor([0, 7, 8], dtype=torch.int32))
+
+
+def test_used_rows_change_without_compiling_again(compiled: Callable[..., Any]) -> None:
+    inputs, run = tensors(packed=True), compiled(flash_attn_varlen_func)
+    how: dict[str, Any] = {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "causal": True}
+    for used in (USED, torch.tensor([0, 3], dtype=torch.int32)):
+        with torch.compiler.set_stance("fail_on_recompile") if used is not USED else nullcontext():
+            got = results(run, inputs, **how, seqused_k=used)
+        assert same(got, results(flash_attn_varlen_func, inputs, **how, seqused_k=used))
+    for wrong in ([101, 3], [-1, 3]):
+        with pytest.raises(ValueError, match="never decrease"):
+            run(*inputs, **how, seqused_k=torch.tensor(wrong, dtype=torch.int32))
+    with pytest.raises(Exception, match="seqused_k must have one number for each of the 2 sequences; got 3"):
+        run(*inputs, **how, seqused_k=torch.tensor([1, 2, 3], dtype=torch.int32))
+
+
+def test_a_window_side_without_a_value_is_refused(compiled: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match="a side of the window is a tensor"):
+        compiled(attention)(*tensors(), window=(torch.tensor(3), 0))
+
+
+def test_compiled_without_sequences(compiled: Callable[..., Any]) -> None:
+    inputs = [x[:0] for x in tensors()]
+    assert [x.shape for x in results(compiled(attention), inputs, causal=True)] == [
+        inputs[0].shape,
+        *(x.shape for x in inputs),
+    ]
 
 
 def test_bad_arguments_are_named_in_compiled_code(compiled: Callable[..., Any]) -> None:

@@ -56,6 +56,29 @@ def test_intervals_are_the_rows_of_dense(drawn: tuple[Mask, int, int]) -> None:
     np.testing.assert_array_equal((key >= lo[:, None]) & (key < hi[:, None]), without_tiles)
 
 
+@examples(300)
+@given(masks_with_lengths())
+def test_documents_replace_negative_sides(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    other = mask.without_negative_sides(len_q, len_k)
+    np.testing.assert_array_equal(other.dense(len_q, len_k), mask.dense(len_q, len_k))
+    if mask.tiles is None and not mask.is_blind:
+        assert all(side is None or side >= 0 for side in (other.left, other.right))
+
+
+def test_negative_sides() -> None:
+    np.testing.assert_array_equal(window(None, -2).dense(3, 3), [[0, 0, 0], [0, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(window(-2, None).dense(3, 3), [[0, 0, 1], [0, 0, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(window(3, -2).dense(2, 6), [[0, 1, 1, 0, 0, 0], [0, 0, 1, 1, 0, 0]])
+    np.testing.assert_array_equal(window(-2, 3).dense(1, 1), [[0]])
+
+
+def test_rows_set_apart() -> None:
+    """Each document keeps its first rows; the rest has no partner."""
+    parts = Documents((0, 4, 7), (0, 5, 5)).set_apart([1, 0], [2, 0])
+    assert parts == Documents((0, 3, 4, 4, 7), (0, 3, 3, 5, 5))
+
+
 def test_causal_is_aligned_at_the_bottom_right() -> None:
     np.testing.assert_array_equal(CAUSAL.dense(2, 4), [[1, 1, 1, 0], [1, 1, 1, 1]])
     np.testing.assert_array_equal(CAUSAL.dense(4, 2), [[0, 0], [0, 0], [1, 0], [1, 1]])
@@ -68,7 +91,9 @@ def test_documents_align_each_at_its_own_end() -> None:
 
 def test_constructors() -> None:
     assert FULL.is_full and not FULL.is_causal and CAUSAL.is_causal and not CAUSAL.is_full
-    assert window(-1, 0) == CAUSAL and window(-1, -1) == window(None, None) == FULL
+    assert window(-1, 0) == CAUSAL and window(-1, -1) == window(None, None) == window(-5, -1) == window(-2, -3) == FULL
+    assert window(-5, None) == Mask(-5, None) and window(None, -5) == Mask(None, -5)
+    assert window(4, -2) == Mask(4, -2) and not Mask(4, -2).is_blind and Mask(2, -4).is_blind
     assert documents([0, 3]) == documents(np.array([0, 3], np.int32), (0, 3))
     assert documents([0, 3], causal=True) == CAUSAL & documents([0, 3])
     cells = np.array([[True, False, True]])
@@ -153,10 +178,8 @@ def test_bad_boundaries(cu: list[int]) -> None:
 def test_errors_say_what_was_wrong() -> None:
     with pytest.raises(ValueError, match="same number of documents, got 1 and 2"):
         Documents((0, 4), (0, 2, 4))
-    with pytest.raises(ValueError, match=r"window left must be None .* got -2"):
-        window(-2, 0)
-    with pytest.raises(ValueError, match=r"window right must be None .* got -3"):
-        Mask(right=-3)
+    with pytest.raises(ValueError, match=r"window right must be None .* got -1"):
+        Mask(right=-1)
     with pytest.raises(ValueError, match="got 3 dimensions"):
         tiles(np.zeros((1, 1, 1)), 1, 1)
     with pytest.raises(ValueError, match="at least 1x1, got 0x4"):

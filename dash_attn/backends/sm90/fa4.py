@@ -8,6 +8,7 @@ this file expects, every call uses the front end.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,7 +21,7 @@ from torch import Tensor
 from dash_attn.problem import Problem
 
 from .alignment import maker
-from .packing import packing_of, unpacked
+from .packing import idle_rows, packing_of, unpacked
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
@@ -46,22 +47,36 @@ class Fa4Forward:
             "window_size_right": None if mask.right == 0 else mask.right,
             "return_lse": True,
         }
-        self.packed, tokens = mask.documents is not None, problem.batch * problem.len_q
-        shape = (problem.heads_q, tokens) if self.packed else (problem.batch, problem.heads_q, problem.len_q)
+        packed, tokens = mask.documents is not None, problem.batch * problem.len_q
+        shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
+        self._idle: tuple[Tensor | None, Tensor | None] | None = None
         self._noted: Noted | None = None
         self._can_record = True
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.packed:
-            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        documents = self.problem.mask.documents
+        if documents is None:
+            return self._run(q, k, v)
+        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        if self._idle is None:
+            self._idle = idle_rows(documents, self.problem.batch, q.device)
+        queries, keys = self._idle
+        if keys is not None:  # the last tile of the document before them loads their values, and 0 * NaN is NaN
+            v = v.masked_fill(keys, 0.0)
+        out, lse = self._run(q, k, v)
+        if queries is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
+            out.masked_fill_(queries, 0.0)
+            lse.masked_fill_(queries.flatten(), -math.inf)
+        return unpacked(self.problem, out, lse)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         noted = self._noted
         if noted is None:
-            out, lse = self._through_front(q, k, v)
-        else:
-            out, lse = noted.make(q), torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
-            noted.kernel(q, k, v, out, lse, *noted.others)
-        return unpacked(self.problem, out, lse) if self.packed else (out, lse)
+            return self._through_front(q, k, v)
+        out, lse = noted.make(q), torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
+        noted.kernel(q, k, v, out, lse, *noted.others)
+        return out, lse
 
     def _through_front(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         how, documents = self.how, self.problem.mask.documents

@@ -61,7 +61,8 @@ class FlashAttention4:
         return _fa4_missing()
 
     def refuses(self, problem: Problem) -> str | None:
-        return None
+        # attention never asks for one: it gives the same pairs as documents.
+        return f"negative sides are not tested, as in {problem.mask}" if _has_negative_side(problem) else None
 
     def bound(self, problem: Problem) -> Forward:
         return Fa4Forward(problem)
@@ -115,6 +116,8 @@ class TorchFlash:
 
     def refuses(self, problem: Problem) -> str | None:
         right, lengths = problem.mask.right, _lengths(problem)
+        if _has_negative_side(problem):
+            return f"torch's flash kernel takes negative sides for no limit, as in {problem.mask}"
         # The kernel treats a right side that is as long as the keys as no limit. That is wrong for queries whose
         # position is before the first key.
         if right and right >= max(n for _, n in lengths) and any(m > n for m, n in lengths):
@@ -199,6 +202,10 @@ class LibraryForward:
 def has_empty_rows(problem: Problem) -> bool:
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     return bool((lo == hi).any())
+
+
+def _has_negative_side(problem: Problem) -> bool:
+    return any(side is not None and side < 0 for side in (problem.mask.left, problem.mask.right))
 
 
 def _lengths(problem: Problem) -> list[tuple[int, int]]:

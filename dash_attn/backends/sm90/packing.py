@@ -36,6 +36,19 @@ def packing_of(documents: Documents, batch: int, device: torch.device) -> Packin
     return Packing(cu_q, cu_k, max_q, max_k)
 
 
+def idle_rows(documents: Documents, batch: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Marks of the queries whose document has no keys, and of the keys whose document has no queries.
+
+    Each is (tokens, 1, 1) over all rows of a batch, or None if there are no such rows.
+    """
+    sides = [[b - a for a, b in pairwise(cu)] for cu in (documents.cu_q, documents.cu_k)]
+    marks = list[Tensor | None]()
+    for mine, others in (sides, sides[::-1]):
+        idle = torch.tensor([other == 0 for other in others]).repeat_interleave(torch.tensor(mine))
+        marks.append(uploaded(idle.repeat(batch)[:, None, None], device) if idle.any() else None)
+    return marks[0], marks[1]
+
+
 def unpacked(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Reshape out (tokens, heads, dim) to (batch, seqlen, heads, dim), and lse (heads, tokens) to (batch, heads,
     seqlen)."""

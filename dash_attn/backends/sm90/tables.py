@@ -102,7 +102,7 @@ class PackedTables:
             raise ValueError(f"{pack.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, pack.kv_tiles]
         *program, q_tiles, kv_tiles = joined(parts, device)
-        left, right = (NO_LIMIT if side is None else min(side, NO_LIMIT) for side in sides)
+        left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
         facts = (min(workers, pack.tickets), pack.tickets, left, right)
         return PackedTables(tuple(program), (q_tiles,), (kv_tiles,), facts, pack.clears_dq, pack.clears_dkv)
 

@@ -224,6 +224,32 @@ def test_called_as_documented(
     torch.testing.assert_close(lse, want_lse)
 
 
+@pytest.mark.parametrize("mask", [Mask(3, -2), Mask(-2, None)], ids=str)
+def test_negative_sides_come_as_documents(mask: Mask, installed: set[str]) -> None:
+    with pytest.raises(NotImplementedError, match=r"fa4: negative sides .* torch: torch's flash kernel takes negative"):
+        choose(posed(mask))
+    assert choose(posed(mask.without_negative_sides(50, 40))).key == "fa4"
+
+
+def test_rows_without_a_partner_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel multiplies values of neighbours by 0, and leaves anything in rows without keys."""
+    problem = posed(documents([0, 30, 45, 45, 50], [0, 20, 20, 35, 40]))
+    q, k, v = (torch.randn(2, n, heads, 16) for n, heads in ((50, 4), (40, 2), (40, 2)))
+    want, want_lse = forward(problem, q, k, v)
+
+    def careless(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, None]:
+        out, lse, _ = flash(q, k, v, **given)
+        out += 0 * v.sum()
+        blind = lse == -torch.inf
+        return out.masked_fill(blind.T[..., None], torch.nan), lse.masked_fill(blind, 3.0), None
+
+    monkeypatch.setattr(fa4, "entry", lambda: careless)
+    v[:, 20:35] = torch.nan
+    for got, expected in zip(fa4.Fa4Forward(problem)(q, k, v), (want, want_lse), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert v[:, 20:35].isnan().all()
+
+
 def test_packing_fields_are_arguments_of_the_library() -> None:
     assert set(Packing._fields) <= set(flash.__annotations__)
 
