@@ -13,8 +13,6 @@ from dash_attn.tiling import Tiling
 
 # Tuned to a GPU of 132 SMs with 50 MB of L2. No number here changes a bit.
 IN_FLIGHT = 128  # bundles that fill the GPU: more heads at once would leave the cache between two rounds
-BLOCKS = (128, 256)  # chains of a block of heads that are taken in turn: short or grouped heads, and others
-SHORT = 16  # kv tiles of a short head
 TINY = 6  # kv tiles of a head that comes and goes so fast that its tiles hardly stay in cache
 NEAR = 8  # chains of the tiny heads that are taken in turn
 
@@ -40,7 +38,6 @@ RULES: dict[str, LaunchRule] = {
     "shift": LaunchRule(few_heads=True),
     "symmetric_shift": LaunchRule(few_heads=True),
     "level": LaunchRule(in_turn=True),
-    "spt": LaunchRule(in_turn=True),
 }
 
 
@@ -48,8 +45,7 @@ def enqueue(order: Order) -> Queue:
     """The queue of an order, by the rule of its policy. A policy without an entry in RULES gets the plain rule."""
     rule = RULES.get(order.choice.policy, LaunchRule())
     blocks = np.split(np.arange(order.tiling.panels), np.flatnonzero(np.diff(order.block_of)) + 1)
-    if rule.in_turn and order.tiling.problem.mask.left is None:  # chains of a window are equally long
-        blocks = _parts(order.tiling, blocks[0]) if len(blocks) == 1 else blocks
+    if rule.in_turn:
         chains = np.concatenate([_in_turn(order, part) for part in _tiny_parts(order.tiling, blocks)])
         return Queue(chains, np.arange(len(chains) + 1), rule.place)
     queue, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
@@ -79,13 +75,6 @@ def _few_heads(block: Ints, rounds: Rounds) -> list[Ints]:
     """Parts of a block whose smallest rounds fill the GPU."""
     heads = -(-IN_FLIGHT // min(map(len, rounds), default=1))
     return np.array_split(block, max(1, len(block) // heads))
-
-
-def _parts(tiling: Tiling, block: Ints) -> list[Ints]:
-    """A block, or parts of it, whose heads are taken in turn. `level` has such blocks already."""
-    chains = BLOCKS[tiling.heads == 1 and tiling.num_kv > SHORT]
-    parts = -(-len(block) * tiling.num_kv // chains)
-    return np.array_split(block, max(1, min(parts, len(block))))
 
 
 def _in_turn(order: Order, part: Ints) -> Ints:

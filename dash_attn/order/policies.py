@@ -18,7 +18,7 @@ from dash_attn.tiling import Span, Tiling
 DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
 AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
 NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
-TINY = 4  # kv tiles of a causal panel whose pairs would be over before their turns are handed on
+TINY = 4  # kv tiles of a short causal panel, whose pairs end before turns are handed on if q tiles are small
 FAR = 256  # queries between neighbours of a rotation, at most
 LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
 SHORT, LONG = 16, 128  # kv tiles of a short head, and of a head that `level` no longer keeps in step
@@ -41,6 +41,11 @@ class Policy:
     needs: str = "any mask"
     windowed: bool = False
     last: Callable[[Tiling, int], Built] | None = None
+
+    @property
+    def looks_at_batch(self) -> bool:
+        """Whether the order of a sequence changes with its batch. `auto` takes no such policy."""
+        return self.last is not None
 
 
 def _is_banded(tiling: Tiling) -> bool:
@@ -231,8 +236,10 @@ def choose(tiling: Tiling) -> Choice:
     if _is_causal(tiling):
         if tiling.heads > 1 and tiling.num_kv >= 2 * LONG:
             return Choice("fold")
-        paired = TINY < tiling.num_kv <= 2 * NARROW_WIDTH  # one window holds all pairs of a panel
-        return Choice("symmetric_shift", NARROW_WIDTH) if paired else Choice("spt")
+        # One window holds all pairs of a panel, and they last long enough for turns to be handed on.
+        tiny = tiling.num_kv <= TINY and tiling.shape.m < tiling.shape.n
+        paired = tiling.num_kv <= 2 * AUTO_WIDTH and not tiny
+        return Choice("symmetric_shift", AUTO_WIDTH) if paired else Choice("spt")
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
 
 

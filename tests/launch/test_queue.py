@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dash_attn.launch import enqueue
 from dash_attn.launch.queue import IN_FLIGHT
 from dash_attn.order import Choice, Order, applicable, arrange
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 from dash_attn.program import Queue, build
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
@@ -86,41 +86,6 @@ def test_level_takes_the_heads_of_a_block_in_turn() -> None:
     first = [group * 4 + kv for kv in (3, 2, 1, 0) for group in (0, 1, 2)]
     last = [group * 4 + kv for kv in range(4) for group in (3, 4)]
     assert bundles(queue) == [(chain,) for chain in first + last]
-
-
-def test_spt_takes_the_heads_of_a_block_in_turn() -> None:
-    """Blocks of 256 chains: two heads of 128 chains each."""
-    queue = enqueue(arrange(square(128, CAUSAL, heads_kv=4), "spt"))
-    chains = [head * 128 + kv for block in ((0, 1), (2, 3)) for kv in range(127, -1, -1) for head in block]
-    assert queue.chains.tolist() == chains and queue.place == "balanced"
-
-
-@pytest.mark.parametrize(("n", "group", "heads"), [(16, 1, 8), (32, 2, 4)])
-def test_blocks_of_short_or_grouped_heads_have_128_chains(n: int, group: int, heads: int) -> None:
-    queue = enqueue(arrange(square(n, CAUSAL, group, heads_kv=2 * heads), "spt"))
-    blocks = queue.chains.reshape(2, 128) // n
-    assert [sorted(set(block.tolist())) for block in blocks] == [[*range(heads)], [*range(heads, 2 * heads)]]
-
-
-def test_a_head_of_more_chains_than_a_block_is_a_block() -> None:
-    queue = enqueue(arrange(square(300, CAUSAL, heads_kv=3), "spt"))
-    assert queue.chains.tolist() == [head * 300 + kv for head in range(3) for kv in range(299, -1, -1)]
-
-
-@pytest.mark.parametrize("name", ["spt", "level"])
-def test_chains_of_a_window_are_launched_head_by_head(name: str) -> None:
-    queue = enqueue(arrange(square(32, window(6, 0), heads_kv=4), name))
-    assert (queue.chains // 32).tolist() == [head for head in range(4) for _ in range(32)]
-
-
-def test_spt_takes_few_tiny_heads_in_turn_before_the_last() -> None:
-    """As `level` does, in blocks of 128 chains."""
-    heads = Problem(1, 128, 128, 4, 4, mask=CAUSAL)
-    narrow, even = (enqueue(arrange(tile(heads, TileShape(m, 2)), "spt")).chains // 2 for m in (1, 2))
-    assert even.tolist() == [*range(64), *range(64), *range(64, 128), *range(64, 128)]
-    assert narrow[128:].tolist() == even[128:].tolist()
-    apart = [np.diff(np.flatnonzero(narrow == head)).item() for head in range(64)]
-    assert min(apart) > 1 and max(apart) < 64
 
 
 def test_level_takes_few_tiny_heads_in_turn_before_the_last() -> None:

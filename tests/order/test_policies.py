@@ -171,12 +171,12 @@ def test_how_wide_auto_is(groups: int, tokens: int, shape: TileShape, mask: Mask
     ("group", "tokens", "mask", "choice"),
     [
         (1, 512, CAUSAL, "spt"),  # 4 kv tiles
-        (1, 513, CAUSAL, "symmetric_shift:32"),
-        (1, 8192, CAUSAL, "symmetric_shift:32"),  # 64 kv tiles, whose pairs are one window
-        (1, 8193, CAUSAL, "spt"),
+        (1, 513, CAUSAL, "symmetric_shift:64"),
+        (1, 16384, CAUSAL, "symmetric_shift:64"),  # 128 kv tiles, whose pairs are one window
+        (1, 16385, CAUSAL, "spt"),
         (1, 65536, CAUSAL, "spt"),
         (4, 512, CAUSAL, "spt@head"),
-        (4, 2048, CAUSAL, "symmetric_shift:32@head"),
+        (4, 2048, CAUSAL, "symmetric_shift:64@head"),
         (4, 32640, CAUSAL, "spt@head"),
         (4, 32768, CAUSAL, "fold"),  # 256 kv tiles
         (7, 65536, CAUSAL, "fold"),
@@ -194,11 +194,15 @@ def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> No
     assert str(resolve(tile(problem, TileShape(64, 128)), "auto")) == choice
 
 
+def test_short_panels_of_large_q_tiles_are_paired() -> None:
+    assert str(choose(tile(Problem(1, 1, 1, 512, 512, mask=CAUSAL), TileShape(128, 128)))) == "symmetric_shift:64"
+
+
 def test_auto_with_the_panels_named() -> None:
     """A suffix sets what is ordered by itself, and `auto` chooses the policy for it."""
     names = ("auto", "auto@head", "auto@group")
     short, long = (square(n, CAUSAL, group=4, heads_kv=2) for n in (60, 256))
-    pairs = "symmetric_shift:32"
+    pairs = "symmetric_shift:64"
     assert [str(resolve(short, name)) for name in names] == [f"{pairs}@head", f"{pairs}@head", pairs]
     assert [str(resolve(long, name)) for name in names] == ["fold", "spt@head", "fold"]
     assert compose(short, "auto").policy == f"{pairs}@head" and compose(short, "auto").geometry.share == 4
