@@ -198,7 +198,7 @@ def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> No
     assert made.sizes.cut and (made.sizes.heads_q, made.sizes.heads_kv) == (8, 2)
     assert not assemble(problem, TileShape(1, 1), "auto@group").sizes.cut
     long, short = (plan(Problem(1, 8, 2, n, n, mask=CAUSAL), TileShape(1, 1)) for n in (300, 20))
-    assert (long.program.policy, short.program.policy) == ("fold", "symmetric_shift:32@head")
+    assert (long.program.policy, short.program.policy) == ("fold", "symmetric_shift:64@head")
     assert made.co_resident == max(long.co_resident, short.co_resident) == 10
     for workers in (10, 11, 132):
         tasks = Counter(task.q_head for task in play(made, workers))

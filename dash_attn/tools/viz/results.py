@@ -17,7 +17,7 @@ TIMED = ("cell", "shape", "us", "flops", "default")
 NEEDED = {
     "block": ("cell", "shape", "us", "parts", "default"),
     "deviation": ("cell", "deviation"),
-    "host": ("cell", "shape", "us", "ratio", "default"),
+    "host": ("cell", "shape", "us", "default"),
     "step": ("cell", "shape", "us", "host_us", "assemble_us", "default"),
     "audit": ("case", "target", "status", "stressor", "runs", "differing"),
 }

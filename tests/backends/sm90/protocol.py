@@ -1,7 +1,7 @@
 """The roles of the kernel as Python generators, run in random interleavings.
 
-The model takes every barrier, with its arrival count and its roles, from the kernel's own tables in barriers.py. Its
-classes and methods have the names of those in device/, and test_protocol.py compares the barrier calls of both.
+The model of a worker (worker_model.py) takes every barrier from the kernel's own tables in barriers.py. The classes and
+methods here have the names of those in device/, and test_protocol.py compares the barrier calls of both.
 
 A generator yields before every step that another role could see, and "blocked" while it waits. Buffers hold labels
 instead of data: whoever reads one checks that it holds the right label.
@@ -10,124 +10,15 @@ instead of data: whoever reads one checks that it holds the right label.
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Generator
+from typing import ClassVar
 
-from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, MBarrierSpec, NamedBarrier, Role
-from dash_attn.backends.sm90.config import KernelConfig
-from dash_attn.backends.sm90.cta import (
-    CHAINS_IN_FLIGHT,
-    CONSUMER_WARPGROUPS,
-    DQ_SLOTS,
-    RING,
-    STAGES,
-    WARP,
-    WARPGROUP,
-    WRITERS,
-)
+from dash_attn.backends.sm90.barriers import NamedBarrier, Role
+from dash_attn.backends.sm90.cta import CONSUMER_WARPGROUPS, DQ_SLOTS, STAGES, WARP, WARPGROUP, WRITERS
+from tests.backends.sm90.worker_model import Chain, Cta, Entry, MBarrier, Task
 
 Steps = Generator[str, None, None]
 WARPGROUPS = range(CONSUMER_WARPGROUPS)
-
-
-class Task(NamedTuple):
-    tile: object  # names the dQ tile
-    turn: int
-    last: bool  # the last contribution to the tile
-
-
-class Chain(NamedTuple):
-    name: object
-    tasks: list[Task]
-    target: object = None  # names the dK and dV tile of a cut chain
-    turn: int = 0  # of a cut chain at its target
-
-
-class Entry(NamedTuple):
-    """An entry of the task ring."""
-
-    kind: str  # "task", "grad" or "end"
-    chain: int = 0
-    task: Task | None = None
-    begins: bool = False
-    ends: bool = False
-    part: int = 0  # of a cut chain's end
-    target: object = None
-    turn: int = 0
-
-    @property
-    def fetches(self) -> bool:
-        """The slot receives a partial sum first."""
-        return self.task is not None and self.task.last and self.task.turn > 0
-
-
-class MBarrier:
-    """Counts arrivals. A complete phase flips the parity that waits see."""
-
-    def __init__(self, spec: MBarrierSpec):
-        self.spec, self.left, self.completed = spec, spec.arrivals, 0
-
-    def arrive(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.left, self.completed = self.spec.arrivals, self.completed + 1
-
-    def passed(self, parity: int) -> bool:
-        """As mbarrier.try_wait.parity: true unless the phase of that parity is the one running."""
-        return self.completed % 2 != parity
-
-
-class HardwareBarrier:
-    """Counts threads. All of them go on when the last one has come."""
-
-    def __init__(self, threads: int):
-        self.threads, self.waiting, self.completed = threads, 0, 0
-
-    def arrive(self, threads: int) -> None:
-        self.waiting += threads
-        assert self.waiting <= self.threads, "more threads than the barrier counts"
-        if self.waiting == self.threads:
-            self.waiting, self.completed = 0, self.completed + 1
-
-
-class Cta:
-    """One worker. All workers share `counters`: the turns that each dQ tile, or half of one, has taken."""
-
-    def __init__(
-        self,
-        cfg: KernelConfig,
-        chains: list[Chain],
-        counters: dict[object, int],
-        *,
-        specs: Iterable[MBarrierSpec] = MBARRIERS,
-        threads: Mapping[NamedBarrier, int] = NAMED_BARRIER_THREADS,
-        ring: int = RING,
-    ):
-        self.cfg, self.counters = cfg, counters
-        self.chains = chains  # of a pack: a list that all workers share and take chains from
-        self.mbarriers = {(spec.name, i): MBarrier(spec) for spec in specs for i in range(spec.count)}
-        self.named = {barrier: HardwareBarrier(count) for barrier, count in threads.items()}
-        self.unused: set[object] = {
-            *((use, *at) for use in ("arrives", "waits") for at in self.mbarriers),
-            *self.named,
-        }
-        self.ring: list[tuple[int, Entry] | None] = [None] * ring
-        self.info: list[tuple[int, int] | None] = [None] * CHAINS_IN_FLIGHT  # chain, and its number of tasks
-        self.q: list[object] = [None] * STAGES
-        self.do: list[object] = [None] * STAGES
-        self.k: object = None
-        self.v: object = None
-        self.ds: dict[tuple[int, int], object] = {}  # by stage, and by the warpgroup that wrote the columns
-        self.slots: dict[int, object] = {}  # by number of the half
-
-    def roles(self) -> list[Steps]:
-        roles = [
-            Producer(self),
-            *(Consumer(self, wg) for wg in WARPGROUPS),
-            *(DqWriter(self, writer) for writer in range(WRITERS)),
-            DkWriter(self),
-        ]
-        return [role.start() for role in roles]
 
 
 class RoleModel:
@@ -545,9 +436,15 @@ class DkWriter(RoleModel):
         assert held == {("dk", chain)}, "dK is not there, or was overwritten"
 
 
+def roles_of(cta: Cta) -> list[Steps]:
+    writers = (DqWriter(cta, writer) for writer in range(WRITERS))
+    roles = [Producer(cta), *(Consumer(cta, wg) for wg in WARPGROUPS), *writers, DkWriter(cta)]
+    return [role.start() for role in roles]
+
+
 def run(ctas: list[Cta], rng: random.Random, patience: int = 200_000) -> None:
     """Random interleaving until every role has ended. Fails if none can move."""
-    live = [role for cta in ctas for role in cta.roles()]
+    live = [role for cta in ctas for role in roles_of(cta)]
     idle = 0
     for _ in range(patience):
         if not live:

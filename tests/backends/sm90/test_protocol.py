@@ -24,7 +24,8 @@ from dash_attn.program import Chain as Column
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import verify
 from tests.backends.sm90 import protocol
-from tests.backends.sm90.protocol import Chain, Cta, Task, run
+from tests.backends.sm90.protocol import run
+from tests.backends.sm90.worker_model import Chain, Cta, Task
 
 DEVICE = Path(barriers.__file__).parent / "device"
 PLAIN = select(128, "bf16", "full")
