@@ -251,7 +251,7 @@ def test_explain() -> None:
     tensors = qkv(600)
     said = explain(*tensors, causal=True)
     assert (said.backend, said.mask, str(said.tile), said.deterministic) == ("cpu", "causal", "256x256", True)
-    assert said.policy == "spt@head" and said.reason.startswith("chosen by auto")
+    assert said.policy == "symmetric_shift:64@head" and said.reason.startswith("chosen by auto")
     assert said.co_resident <= said.workers and said.workspace_bytes > 0
     other = explain(*tensors, causal=True, policy="fa3")
     assert other.policy == "fa3" and other.reason.startswith("asked for")

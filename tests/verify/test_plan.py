@@ -14,7 +14,7 @@ def test_plans_are_kept() -> None:
     shape = TileShape(2, 2)
     first, second = (plan(Problem(1, 2, 2, 16, 16, mask=CAUSAL), shape) for _ in range(2))
     assert first is second
-    assert first.co_resident == 4 and first.program.policy == "symmetric_shift:32"
+    assert first.co_resident == 4 and first.program.policy == "symmetric_shift:64"
     placed = placement(first, 5)
     assert placement(second, 5) is placed and len(placed.first) == 6
 
