@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dash_attn.backends.sources import source_hash
+from dash_attn.pack import Doc, PackedChain
 from dash_attn.program import Chain, Run
 
 from .config import KernelConfig
@@ -128,7 +129,7 @@ def toolchain() -> str:
 
 @functools.cache
 def sources() -> str:
-    columns = [(column.name, column.value) for table in (Chain, Run) for column in table]
+    columns = [(column.name, column.value) for table in (Chain, Run, Doc, PackedChain) for column in table]
     return f"{source_hash(kernel_sources())} {columns}"
 
 

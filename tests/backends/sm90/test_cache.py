@@ -12,6 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -64,6 +65,19 @@ def test_host_code_keeps_the_key(copied: Path) -> None:
     for name in host:
         source = (copied / name).read_text(encoding="utf-8")
         assert edited(copied / name, source, f"{source}\nLIMIT = 1\n") == before, name
+
+
+def test_every_table_that_kernels_import_is_in_the_key() -> None:
+    """Kernels read tables of other folders by the numbers of their columns."""
+    imported = set()
+    for path in (Path(cache.__file__).parent / "device").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("dash_attn."):
+                imported |= {(node.module, alias.name) for alias in node.names}
+    assert imported
+    for module, name in imported:
+        table = getattr(import_module(module), name)
+        assert all(str((column.name, column.value)) in cache.sources() for column in table), name
 
 
 def test_every_file_that_kernels_import_is_in_the_key() -> None:
