@@ -253,10 +253,11 @@ def cuts(tiling: Tiling) -> bool:
 
 
 def auto_width(tiling: Tiling) -> int:
-    """How many chains go round the q tiles together, at least two tiles between neighbours.
+    """How many chains go round the q tiles together.
 
-    One tile between neighbours leaves little time to hand a turn on. The width is NARROW_WIDTH at most, because workers
-    wait until a whole window of them is free. It is more where neighbours would be FAR apart.
+    Neighbours start two q tiles apart, because one tile leaves little time to hand a turn on. Tiles of FAR queries or
+    more are long enough. The width is NARROW_WIDTH at most, because a window starts only when enough workers are free.
+    It is more, up to AUTO_WIDTH, if neighbours would start more than FAR queries apart.
     """
     near = tiling.num_q // max(1, FAR // tiling.shape.m)
     return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, tiling.num_q // 2)))

@@ -1,4 +1,4 @@
-"""assemble: the tables of a pack, for a kernel whose workers draw tickets. They are made of templates."""
+"""assemble: makes the tables of a pack from templates, for a kernel whose workers draw tickets."""
 
 from __future__ import annotations
 

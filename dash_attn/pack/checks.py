@@ -1,4 +1,4 @@
-"""check: the sequences of a pack are disjoint and complete, and each fits its template."""
+"""check: refuses tables of a pack whose sequences overlap, leave rows out or do not fit their templates."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ SAID = {
 def check(assembly: Assembly) -> None:
     """AssemblyError says what is wrong, and with which row of `docs`.
 
-    The order inside a template is verified when the template is made. Here every row of q and of k is in one sequence,
-    the tiles of a sequence are cut from its own rows, tickets have no gap, and each template fits its sequences.
+    The order inside a template is verified when the template is made. This function checks that every row of q and of k
+    is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
+    template fits its sequences.
     """
     sizes, docs = assembly.sizes, assembly.docs
     shape = sizes.shape.m, sizes.shape.n
@@ -127,7 +128,7 @@ def _covers(first, count, rows):  # type: ignore[no-untyped-def]
 def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: ignore[no-untyped-def]
     """The first sequence that does not fit its template, and what is wrong with it."""
     m, n, heads_q = sizes
-    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: a second sequence of a shape is as right
+    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: a shape is checked once
     seen = np.full(len(chains) + 1, -1, np.int64)
     for d in range(len(docs)):
         doc = docs[d]

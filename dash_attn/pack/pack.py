@@ -16,9 +16,10 @@ from dash_attn.tiling import TileShape
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The sequences of a problem with documents. No sequence knows of another: not its tiles, nor its order.
+    """The sequences of a problem with documents. The tiles and the order of a sequence follow from the sequence alone.
 
-    `shape_of` gives the tile of a sequence from its problem alone. Plans are made when they are asked for.
+    `shape_of` gives the tile shape of a sequence from the problem of this sequence alone. A plan is made when it is
+    first needed.
     """
 
     problem: Problem

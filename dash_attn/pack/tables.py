@@ -19,12 +19,12 @@ class Doc(IntEnum):
     Q_TILE, KV_TILE  its first row of `q_tiles` and of `kv_tiles`
     BUNDLE, BUNDLES  its template's rows of `bundles`
     CONTRIBUTORS     its template's first row of `contributors`
-    PANELS           its kv heads, or its q heads where its chains are cut
+    PANELS           the number of its kv heads, or of its q heads if its chains are cut
 
-    Panels and q heads: with whole groups, panel p has the q heads p * group .. p * group + group - 1. Where chains are
-    cut, panel p has the q head (p % heads_kv) * group + p // heads_kv: the first q heads of all groups come first, then
-    the second ones. The q heads of a group add to dK and dV in turn, so neighbours in the order of tickets do not wait
-    for each other. A q head comes after those of its group before it, so it waits for tickets drawn before its own.
+    A panel of whole groups, p, has the q heads p * group .. p * group + group - 1. If chains are cut, panel p has the q
+    head (p % heads_kv) * group + p // heads_kv: the first q heads of all groups come first, then the second ones. The q
+    heads of a group add to dK and dV in turn. Panels with neighbouring tickets belong to different groups, so they do
+    not wait for each other. The earlier q heads of a group have earlier tickets, so a chain waits only for those.
     """
 
     TICKET = 0
@@ -55,7 +55,7 @@ class Sizes:
     shape           the tile of every sequence
     heads_q, heads_kv
     rows_q, rows_k  rows of the flattened tensors
-    cut             chains of some sequences are cut by q head: their dK and dV are summed
+    cut             chains of some sequences are cut by q head: the q heads of a group add to dK and dV in turn
     """
 
     shape: TileShape
@@ -70,9 +70,9 @@ class Sizes:
 class Assembly:
     """All sequences of a pack as int32 tables. Rows of a template count tiles from the sequence's first tile.
 
-    docs          one row a sequence (columns Doc), most tasks first: the launch order
+    docs          one row for each sequence (columns Doc), in launch order: most tasks first
     bundles       first chain and number of chains
-    chains        columns PackedChain; a chain without runs stands here too, because it writes zeros
+    chains        columns PackedChain. A chain without runs has a row too, because it writes zeros
     runs          columns Run, and a zero
     contributors  contributions to the dQ tile of each q tile of a template
     q_tiles       first row in the flattened tensor and number of rows, in launch order. Every sequence begins a tile

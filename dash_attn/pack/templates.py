@@ -1,4 +1,4 @@
-"""Templates: the verified order of one kv head of one sequence. Sequences of one shape share a template."""
+"""Templates: the verified order of one panel. Sequences with the same tiles in the same states share a template."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Fact(IntEnum):
     BUNDLES, CHAINS, RUNS, Q_TILES  rows of its tables
     TASKS                           tasks of one panel
     CO_RESIDENT                     workers that it needs at once
-    SHARE                           panels with the same keys and values; more than one means that chains are cut. A
-                                    template without tasks has 0, because it fits any
+    SHARE                           panels with the same keys and values. More than 1 means that chains are cut. 0 means
+                                    that the sequence has no queries or no keys
     BLIND                           q tiles that see no key
     """
 
@@ -65,7 +65,7 @@ class Template:
 
     @staticmethod
     def of(program: Program, co_resident: int) -> Template:
-        """The first panel of a program of one kv head. All panels must be ordered alike."""
+        """The order of the first panel of a program of one kv head. All panels must have the same order."""
         g = program.geometry
         orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
         if not (orders == orders[:1]).all():
@@ -116,7 +116,7 @@ class Family:
             tiles = -(-len_k // n)
             return _code(_up(len_q, m), np.where(tiles * n == len_k, len_k, tiles * n - 1))
         if self.mask.is_causal and n % m == 0:
-            # A longer last q tile ends in the same kv tile, because no kv tile begins inside a q tile.
+            # A last q tile that is not full meets the same kv tiles as a full one: no kv tile begins inside a q tile.
             return _code(np.where(len_q == len_k, _up(len_q, m), len_q), np.where(len_q == len_k, _up(len_k, m), len_k))
         return _code(len_q, len_k)
 
@@ -131,7 +131,7 @@ class Family:
 
 
 class Templates:
-    """The templates of a family, made on demand. The oldest are forgotten when they take much memory."""
+    """The templates of a family, made when they are first needed. Above KEPT_BYTES the oldest are dropped."""
 
     def __init__(self, family: Family) -> None:
         self._family = family

@@ -6,14 +6,14 @@ runs on the same tables, and a test compares them with the calls in the kernel's
     mbarrier         completes a phase when
     q_full, do_full  the producer has announced the bytes of a stage and they have landed
     q_empty, ...     every consumer warp has left the stage
-    k_full           K has landed, and the chain's row of `info` is written
+    k_full           K has landed, and the chain's column of `info` is written; in a pack also the end of all chains
     v_full           V has landed
     k_empty, ...     every consumer warp has left the chain's K or V
     task_full        the producer has written an entry of the task ring
     ds_full          both warpgroups have written their columns of dS
     dq_full          one warpgroup has staged its half of a dQ slot
     dq_empty         the half is free. For a task that finishes its dQ tile, the half also holds the partial sum
-    dk_full          both warpgroups have staged dK in the dS buffers
+    dk_full          both warpgroups have staged dK in the dS buffers. Cut chains do not use it, nor dk_empty
     dk_empty         dK is stored, and dS may be written again
 """
 

@@ -38,7 +38,7 @@ class KernelConfig:
 
     columns: int  # head dim of the tensors; loads pad a tile with zeros to `dim` columns, stores drop the padding
     dtype: str = "bf16"
-    mask: str = "full"  # how partial tiles are masked: by key length only, causally, or by an interval of each row
+    mask: str = "full"  # how partial tiles are masked: by key length only, causally, or by an interval for each query
     ordered: bool = True  # add each dQ contribution in its turn; otherwise in the order of arrival
     finish: str = "last"  # who rounds dQ to 16 bits: the last contributor of a tile, or a pass over the fp32 sums
     split: bool = False  # the halves of a dQ tile take turns separately, each with a writer of its own
@@ -48,7 +48,7 @@ class KernelConfig:
     k_kept: int = 0  # 16-column steps of K that the consumers hold in registers during a chain
     peek: bool = False  # consumers test for the next Q at the end of a task, so that they need not wait for it later
     cut: bool = False  # a chain has one q head of its group: dK and dV are summed in turn over the q heads
-    packed: bool = False  # sequences of any length lie one after the other; workers take chains by ticket
+    packed: bool = False  # sequences of any lengths lie one after the other; workers draw tickets for their chains
     debug: bool = False  # waits end with a report, and every contribution is kept (see device/debug.py); for tests
     trace: bool = False  # every entry gets time stamps (see device/stamps.py)
 

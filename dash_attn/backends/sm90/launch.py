@@ -1,4 +1,4 @@
-"""Launch: the backward of one plan on a Hopper GPU. Everything that calls share is looked up once."""
+"""Launch: the backward of one plan or pack on a Hopper GPU. Everything that calls share is looked up once."""
 
 from __future__ import annotations
 

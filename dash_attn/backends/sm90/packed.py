@@ -1,4 +1,4 @@
-"""Packs in a batch: the batch entries become one row of tokens, as the kernel takes them."""
+"""A batch of packs: the kernel takes all batch entries as one pack."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class GradEntry(IntEnum):
     """int32 words of the end of a chain in the task ring. They say where dV goes, and dK of a cut chain."""
 
     FLAGS = 0
-    KV_TILE = 1  # of packed sequences, counted over all sequences
-    KV_HEAD = 2  # the q head of a cut chain
+    KV_TILE = 1  # of a cut chain in a pack: counted over all sequences
+    KV_HEAD = 2  # of a cut chain: the q head
     BATCH = 3
     ROW = 4
     SHIFT = 5
@@ -41,7 +41,7 @@ class Info(IntEnum):
 
     NUM_RUNS = 0  # below 0: no chain follows
     KV_TILE = 1
-    KV_HEAD = 2
+    KV_HEAD = 2  # of a cut chain: the q head
     BATCH = 3
     LEN_Q = 4
     LEN_K = 5

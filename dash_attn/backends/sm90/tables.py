@@ -1,4 +1,4 @@
-"""A placed Program, or a pack of them, as int32 tensors on the GPU."""
+"""A placed Program, or the tables of a pack, as int32 tensors on the GPU."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class PackedTables:
 
     @staticmethod
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
-        """Upload the tables in one copy. `sides` are those of the window; None is no limit."""
+        """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         if pack.contributors.max(initial=0) > MOST_TURNS:
             raise ValueError(f"{pack.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
         parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, pack.kv_tiles]

@@ -19,7 +19,7 @@ KEPT_FLOATS = 1 << 22  # elements of the largest dQ whose workspace is kept (abo
 class Workspace(NamedTuple):
     """The side buffers. Their size is linear in the tokens.
 
-    Their content on entry does not matter, except that unordered sums start from zeros. If a separate pass writes dQ at
+    Their content on entry does not matter: launch.clear fills what must begin as zeros. If a separate pass writes dQ at
     the end, all buffers except the sums may lie in the memory of dQ.
     """
 
@@ -106,16 +106,19 @@ class Keeper:
 
 
 class Room(NamedTuple):
-    """All buffers of a call, and tuples of them that the kernels before and in the middle take."""
+    """All buffers of a call. `stats` are those of the kernel before the main one, `all` those of the main kernel."""
 
     ws: Workspace
-    sums: tuple[Tensor, ...]  # `words` of cut chains and of packs, then the sums of dV and dK of cut chains
+    sums: tuple[Tensor, ...]  # see kv_sums
     stats: Any
     all: Any
 
 
 def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> tuple[Tensor, ...]:
-    """`words` of cut chains and of packs, then the sums of dV and dK of cut chains."""
+    """Nothing, or `words`, or `words` and the sums of dV and dK.
+
+    `words` holds the ticket counter of a pack and the turnstiles of cut chains. Only cut chains have the sums.
+    """
     if not cfg.cut and not cfg.packed:
         return ()
     planes, tiles = k.shape[0] * k.shape[2], -(-k.shape[1] // cfg.tile_n) if n_kv is None else n_kv

@@ -45,7 +45,7 @@ class Debug(NamedTuple):
 class Streams(NamedTuple):
     """Tensors in global memory: those that TMA moves, each with its descriptor, and the others."""
 
-    q: Any  # (descriptor, tensor (seqlen, dim, heads, batch))
+    q: Any  # (descriptor, tensor (seqlen, dim, heads, batch)); for a pack as in rows.py
     do: Any
     k: Any
     v: Any
@@ -58,7 +58,7 @@ class Streams(NamedTuple):
     counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key that a query sees
     row_hi: Any  # (Sq,) one past the last key that it sees
-    words: Any = ()  # int32, zero when the kernel begins: the next ticket, then turnstiles of kv_sum
+    words: Any = ()  # int32, zero when the kernel begins: the ticket counter of a pack, then the turnstiles of kv_sum
     kv_sum: Any = ()  # (kv planes, n_kv, chain_entries, 2 * half_floats) fp32: dV and dK of cut chains
     debug: Any = ()  # Debug, in a debug build
     events: Any = ()  # (workers, 1 + entries, len(STAMPS)) int64, in a tracing build
@@ -74,7 +74,7 @@ class Facts(NamedTuple):
     group: Int32  # q heads of a kv head
     heads_q: Int32
     heads_kv: Int32
-    tickets: Any = ()  # of a pack: bundles of all sequences and panels
+    tickets: Any = ()  # of a pack: one for each bundle of each panel of each sequence
     left: Any = ()  # of a pack with mask "interval": how far a query sees before and after its position
     right: Any = ()
 

@@ -28,7 +28,7 @@ def rows_of(dtype, shape, align: int = 16):
 
 
 def stats_of(cfg: KernelConfig, planes, n_q, padded):
-    """The tensors of launch.Workspace."""
+    """The tensors of workspace.Workspace."""
     return (
         rows_of(Float32, (planes, padded)),
         rows_of(Float32, (planes, padded)),

@@ -278,7 +278,7 @@ class Consumer:
 
     @cute.jit
     def hand_over_parts(self, dk, dv, entry):
-        """Stages dV, then dK, of a cut chain as fp32, 64 columns in a dQ slot, in the order of fragments."""
+        """Stages dV, then dK, of a cut chain in fp32. A dQ slot holds 64 columns, in the order of fragments."""
         cfg = self.cta.cfg
         parts, floats = cfg.part_entries, cfg.half_floats // WARPGROUP  # of a thread, in a slot
         for part in cutlass.range_constexpr(2 * parts):

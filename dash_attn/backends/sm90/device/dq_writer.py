@@ -1,9 +1,13 @@
-"""The writer warps: two dQ writers add each contribution in its turn and store dV, one dK writer stores dK.
+"""The writer warps: two dQ writers and one dK writer.
+
+The dQ writers add each dQ contribution in its turn. At the end of a chain they store dV, and the dK writer stores dK.
+If chains are cut, the dQ writers add dV and dK to the sums of the kv tile, in the turn of the q head in its group. Then
+there is no dK writer.
 
 dQ writer w serves slot w: entries w, w + WRITERS, and so on. With split turns it serves half w of every entry, and
-each half of a dQ tile has turns of its own.
+each half of a tile has turns of its own.
 
-Why the turnstile is sound:
+Why a turnstile is sound, at dQ as well as at dV and dK:
 - Release. The lane that issued a bulk add waits until the add is complete, not only until its source is read. Then the
   lane adds 1 to the counter, with release at gpu scope.
 - Acquire. The lane of the next writer loads the counter, with acquire at gpu scope. Its own bulk add runs in the async
@@ -242,7 +246,10 @@ class DqWriter:
 
     @cute.jit
     def add_part(self, writer, entry, flags):
-        """Adds a part of a cut chain's dV or dK to its sum, in the turn of its q head in the group."""
+        """Adds 64 columns of a cut chain's dV or dK to their sum, in the turn of the q head in its group.
+
+        The turns are kept in unordered builds too.
+        """
         cta, cfg = self.cta, self.cta.cfg
         words = (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
         kv_tile, head, batch = [entry_word(cta, entry, word) for word in words]

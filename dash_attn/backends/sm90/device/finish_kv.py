@@ -1,4 +1,4 @@
-"""The kernel behind a main kernel of cut chains: scales the fp32 sums of dV and dK and rounds them to 16 bits."""
+"""The kernel after the main one, if chains are cut: rounds the fp32 sums of dV and of dK, scaled, to 16 bits."""
 
 import cuda.bindings.driver as cu
 import cutlass.cute as cute

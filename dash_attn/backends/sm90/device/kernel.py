@@ -22,12 +22,12 @@ class BackwardSm90:
 
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
-        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim), of a pack with batch 1
-        stats: lse, delta, dq_sum, counters; then `words` and kv_sum of cut chains, `words` of a pack; then
+        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim). A pack has batch 1
+        stats: lse, delta, dq_sum, counters; then `words` for packs and cut chains; then kv_sum for cut chains; then
         contributions in a debug build, or events in a tracing build
-        tables: those of Tables, then row_lo and row_hi; of a pack those of PackTables
-        facts: scale, scale_log2; of a pack then workers, tickets and the sides of the window; in a debug build the
-        address of the reports
+        tables: those of Tables, then row_lo and row_hi; for a pack those of PackTables
+        facts: scale, scale_log2; then for a pack workers, tickets and the sides of the window; then in a debug build
+        the address of the reports
         """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [described(cfg, t) for t in tensors]

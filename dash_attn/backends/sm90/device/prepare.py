@@ -1,5 +1,6 @@
 """The kernel before the main one: delta = rowsum(dO * O), LSE in base 2, and counters set to zero.
 
+The counters are the turnstiles of dQ, the ticket counter of a pack, and the turnstiles of dV and dK if chains are cut.
 One CTA works on a q tile of one head and batch. Neighbouring CTAs have neighbouring heads, as in memory. Rows past the
 end of the sequence get LSE = +inf, so their P is 0.
 """
@@ -23,7 +24,7 @@ class Prepare:
     @cute.jit
     def __call__(self, inputs: tuple, stats: tuple, extra: tuple, stream: cu.CUstream):
         """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen)
-        stats: those of launch.Workspace; dq_sum is left alone
+        stats: those of workspace.Workspace; dq_sum is left alone
         extra: `words` of a pack or of cut chains, which are set to zero; then rows of the q tiles of a pack
         """
         batch, _, heads, _ = inputs[0].shape

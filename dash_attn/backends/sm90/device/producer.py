@@ -1,4 +1,7 @@
-"""The producer warp: reads the Program, starts every load, and tells the other roles what each stage holds."""
+"""The producer warp: reads the Program, starts every load, and tells the other roles what each stage holds.
+
+A worker of a batch runs the chains that the host has placed on it. A worker of a pack draws tickets.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,8 +41,12 @@ from .tasks import (
 
 
 class ChainPlace(NamedTuple):
-    """A chain as the producer names it: its row in the table, its kv head (its first q head if chains are cut), and its
-    batch entry or sequence of a pack."""
+    """A chain as the producer names it.
+
+    chain  its row in the table
+    panel  its kv head. In a build for cut chains, the first q head of its panel
+    owner  its batch entry, or its row of `docs` in a pack
+    """
 
     chain: Any
     panel: Any
@@ -68,8 +75,8 @@ class Producer:
     def take_tickets(self):
         """Runs the bundle of a ticket, then takes the next ticket, until there is none.
 
-        Tickets are given out in launch order. So a chain waits only for chains that run or have run, as long as the
-        workers hold a whole window of chains, which the host has checked.
+        Workers draw tickets in launch order. A chain waits for chains with earlier tickets, and for chains of its
+        window. The host has checked that there are workers for a whole window.
         """
         cta, tables, info = self.cta, self.cta.tables, self.cta.views.info
         ticket, i, task = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0)
@@ -238,7 +245,7 @@ class Producer:
         if const_expr(cfg.packed):
             rows = doc_word(cta, place.owner, Doc.K_ROWS)
             first, last = FAR - rows + kv_tile * TILE_N, doc_word(cta, place.owner, Doc.K_ROW) + rows
-        # A cut chain is named after its q head.
+        # In a build for cut chains the panel is a q head.
         loaded = (first, 0, place.panel // cta.facts.group if const_expr(cfg.cut) else place.panel, last)
         free = (i & 1) ^ 1
         lane = cute.arch.lane_idx()

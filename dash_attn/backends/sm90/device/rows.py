@@ -1,13 +1,13 @@
 """Tiles of rows in global memory, as TMA addresses them.
 
-In a batch a tile is named by its number, its head and its batch entry. In a pack a tile begins at any row, and must not
-reach into the next sequence. So a pack's tensors are described as if they had FAR rows, with the base moved back by FAR
-rows and one more dimension, `shift`, with the stride of the rows. Row r of a sequence of n rows that begins at row
-`first` has the coordinates
+In a batch a tile has the coordinates tile number, head and batch entry. In a pack a tile begins at any row, and must
+not reach into the next sequence. So the descriptor of a pack's tensor has FAR rows, begins FAR rows before the tensor,
+and has a dimension `shift` in place of the batch. A step of `shift` is one row. Row r of a sequence of n rows that
+begins at row `first` of the tensor has the coordinates
 
     row = FAR - n + r,  shift = first + n
 
-Rows from n on lie outside of the FAR rows: TMA loads zeros for them and does not store them.
+The rows r = n, n + 1, ... have coordinates outside of the FAR rows. TMA loads zeros for them and does not store them.
 """
 
 import cutlass.cute as cute
