@@ -21,8 +21,9 @@ class Prepared:
 
     def __init__(self, problem: Problem, policy: str, options: Options, backend: Backend) -> None:
         self.problem, self.policy, self.options, self.backend = problem, policy, options, backend
-        # Without queries, without keys or with a window that is empty nothing is launched.
-        self.is_empty = not (problem.len_q and problem.len_k) or problem.mask.is_blind
+        # Nothing is launched if no sequence has both queries and keys, or if the window is empty.
+        *_, len_q, len_k = problem.sequence_table.T
+        self.is_empty = not ((len_q > 0) & (len_k > 0)).any() or problem.mask.is_blind
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
 

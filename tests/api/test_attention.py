@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dash_attn.api import attention, backward, explain
+from dash_attn.backends import Options
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tools.bench.operands import exact
 from tests.backends.cpu.reference import DTYPES, difference, error
@@ -277,3 +279,13 @@ def test_identity_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(other.identity == said.identity for other in same)
     assert len({said.identity, *(other.identity for other in others)}) == 1 + len(others)
     assert f"torch {torch.__version__}" in others[-1].software
+
+
+def test_a_pack_in_which_no_sequence_has_both_queries_and_keys() -> None:
+    q, k, v = (torch.randn(n, 2, 16, requires_grad=True) for n in (5, 7, 7))
+    how = {"cu_seqlens": [0, 5, 5], "cu_seqlens_k": [0, 0, 7]}
+    out, lse = attention(q, k, v, **how, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert not out.any() and lse.eq(-torch.inf).all() and not any(grad.any() for grad in grads)
+    problem = Problem(1, 2, 2, 5, 7, 16, "float32", mask=documents([0, 5, 5], [0, 0, 7]))
+    assert prepare(problem, "auto", Options(), torch.device("cpu")).is_empty, "there is no task to launch"
