@@ -156,7 +156,7 @@ class Templates:
         family, problem = self._family, self._family.problem(code)
         if problem.len_q and problem.len_k:
             named = POLICIES.get(parse(family.policy).policy)
-            if named is not None and named.last is not None:
+            if named is not None and named.looks_at_batch:
                 raise ValueError(
                     f"policy {family.policy!r} orders the last heads of a batch in another way, which a pack does not "
                     "take: choose another policy"

@@ -135,7 +135,7 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
         )
     kind = replace(problem.mask, documents=None)
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
-    longest = max((sequence.len_k for sequence in problem.sequences), default=0)
+    longest = int(problem.sequence_table[:, -1].max(initial=0))  # keys of a sequence
     options = Options() if options is None else options
     cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, longest)
     return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

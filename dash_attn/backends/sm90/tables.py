@@ -62,8 +62,7 @@ class DeviceTables:
         program: Program, placement: Sequences, rows: Sequence[npt.NDArray[np.int32]], device: torch.device
     ) -> DeviceTables:
         """Upload the tables in one copy. `rows` are the intervals of the rows, empty if the kernel needs none."""
-        if program.contributors.max(initial=0) > MOST_TURNS:
-            raise ValueError(f"{program.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
+        check_turns(program.contributors)
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
         padded = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
@@ -98,13 +97,17 @@ class PackedTables:
     @staticmethod
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
-        if pack.contributors.max(initial=0) > MOST_TURNS:
-            raise ValueError(f"{pack.contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
+        check_turns(pack.contributors)
         parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, pack.kv_tiles]
         *program, q_tiles, kv_tiles = joined(parts, device)
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
         facts = (min(workers, pack.tickets), pack.tickets, left, right)
         return PackedTables(tuple(program), (q_tiles,), (kv_tiles,), facts, pack.clears_dq, pack.clears_dkv)
+
+
+def check_turns(contributors: npt.NDArray[np.int32]) -> None:
+    if contributors.max(initial=0) > MOST_TURNS:
+        raise ValueError(f"{contributors.max()} kv tiles meet one q tile: counters hold {MOST_TURNS} turns")
 
 
 def joined(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list[Tensor]:

@@ -37,7 +37,7 @@ class Workspace(NamedTuple):
         batch, seqlen, heads, _ = q.shape
         planes, n_q = batch * heads, -(-seqlen // cfg.tile_m) if n_q is None else n_q
         sizes = Workspace.floats(cfg, planes, n_q * cfg.tile_m)
-        if dq is not None and dq.is_contiguous() and not cfg.last_finishes and 2 * sum(sizes[:3]) <= dq.numel():
+        if dq is not None and dq.is_contiguous() and lends(cfg, sum(sizes[:3]), dq.numel()):
             room = dq.view(-1).view(torch.float32)[: sum(sizes[:3])]
         else:
             room = torch.empty(sum(sizes[:3]), device=q.device, dtype=torch.float32)
@@ -63,7 +63,7 @@ class Workspace(NamedTuple):
     def nbytes(cfg: KernelConfig, planes: int, seqlen: int) -> int:
         """Bytes that a call allocates beside contiguous gradients."""
         *small, sums = Workspace.floats(cfg, planes, seqlen)
-        in_dq = lends(cfg, planes, seqlen) and not keeps(cfg, planes, seqlen)
+        in_dq = lends(cfg, sum(small), planes * seqlen * cfg.columns) and not keeps(cfg, planes, seqlen)
         return 4 * (sums if in_dq else sums + sum(small))
 
 
@@ -138,12 +138,9 @@ def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
     return planes * seqlen * cfg.dim <= KEPT_FLOATS
 
 
-def lends(cfg: KernelConfig, planes: int, seqlen: int) -> bool:
-    """Whether the small buffers fit into dQ, and dQ is written only after their last use."""
-    return (
-        not cfg.last_finishes
-        and 4 * sum(Workspace.floats(cfg, planes, seqlen)[:3]) <= planes * seqlen * cfg.columns * 2
-    )
+def lends(cfg: KernelConfig, floats: int, elements: int) -> bool:
+    """Whether small buffers fit into a dQ of 16-bit elements, and dQ is written only after their last use."""
+    return not cfg.last_finishes and 2 * floats <= elements
 
 
 class _Kept(threading.local):

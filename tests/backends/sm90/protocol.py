@@ -10,6 +10,7 @@ instead of data: whoever reads one checks that it holds the right label.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ Steps = Generator[str, None, None]
 WARPGROUPS = range(CONSUMER_WARPGROUPS)
 
 
-class RoleModel:
+class RoleModel(ABC):
     """A role with its barrier calls, which fail unless barriers.py declares them for this role."""
 
     role: ClassVar[Role]
@@ -30,8 +31,8 @@ class RoleModel:
     def __init__(self, cta: Cta):
         self.cta = cta
 
-    def run(self) -> Steps:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self) -> Steps: ...
 
     def start(self) -> Steps:
         yield from self.sync(NamedBarrier.CTA)
