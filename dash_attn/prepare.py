@@ -8,10 +8,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Backend, Backward, Forward, Gradients, Operands, Options, backend_for
+from dash_attn.backends import Backend, Backward, Forward, Gradients, Held, Operands, Options, backend_for
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
-from dash_attn.problem import Problem
+from dash_attn.problem import Panel, Problem
 
 KEPT = 256  # prepared problems that stay ready
 
@@ -29,7 +29,7 @@ class Prepared:
 
     @cached_property
     def plan(self) -> Planned:
-        if self.problem.is_packed:
+        if self.problem.has_parts:
             return Pack(self.problem, self.backend.tile_shape, self.policy)
         return plan(self.problem, self.backend.tile_shape(self.problem), self.policy)
 
@@ -96,3 +96,15 @@ _captured: set[Prepared] = set()
 def prepare(problem: Problem, policy: str, options: Options, like: torch.device) -> Prepared:
     """Make the problem ready for tensors on the device `like`. Equal arguments give the same object."""
     return Prepared(problem, policy, options, backend_for(like))
+
+
+@lru_cache(maxsize=KEPT)
+def prepare_panels(
+    problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device
+) -> Held:
+    """Make some panels of a problem ready to run, on tensors that have only their rows.
+
+    `held` has panels of `problem.panel_list`. The q_row and k_row of each are replaced by its rows in those tensors.
+    """
+    backend = backend_for(like)
+    return backend.held(Pack(problem, backend.tile_shape, policy, held), options)

@@ -52,19 +52,20 @@ class Arguments(NamedTuple):
     names: tuple[str, str] = ("cu_seqlens", "cu_seqlens_k")
     used_q: Boundaries | None = None
     used_k: Boundaries | None = None
+    panels: int = 1
 
     def key(self) -> tuple[object, ...]:
         """Everything that a check looks at, also the values of tensors.
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names, used_q, used_k = self
+        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names, used_q, used_k, panels = self
         plain: tuple[object, ...] = self
         if window is not None or cu_q is not None or cu_k is not None:
             sides = (*map(side_of, window), *map(type, window)) if type(window) is tuple else (window, type(window))
             cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
-            plain = (causal, sides, *cu, mask, scale, policy, deterministic, sm_margin, names)
-        kinds = (type(causal), type(scale), type(deterministic), type(sm_margin))
+            plain = (causal, sides, *cu, mask, scale, policy, deterministic, sm_margin, names, panels)
+        kinds = (type(causal), type(scale), type(deterministic), type(sm_margin), type(panels))
         return plain, kinds, wants_determinism(deterministic)
 
 
@@ -72,10 +73,10 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
     """The problem of a call, or an error that names the argument."""
     check_arguments(q, k, v, asked)
     scale = None if asked.scale is None else float(asked.scale)
-    return pose(q, k, mask_of(asked) & documents_of(asked, q, k), scale)
+    return pose(q, k, mask_of(asked) & documents_of(asked, q, k), scale, asked.panels)
 
 
-def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Problem:
+def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int) -> Problem:
     """The problem of checked tensors. A batch without sequences becomes one sequence without tokens."""
     batch = q.shape[0] if q.ndim == 4 else 1
     return Problem(
@@ -88,12 +89,14 @@ def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None) -> Problem:
         dtype=DTYPES[q.dtype],
         scale=scale,
         mask=mask.without_negative_sides(q.shape[-3], k.shape[-3]) if batch else FULL,
+        panels=panels,
     )
 
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     """All checks that read no values of tensors. torch.compile can trace them."""
     check_policy(asked.policy)
+    check_panels(asked.panels, asked.policy)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
     _check_tensor("q", q)
@@ -160,6 +163,18 @@ def check_policy(policy: str) -> None:
     if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
         named = f"auto, {', '.join(POLICIES)}, or 'name:width'"
         raise ValueError(f"policy must be {named}, each with '@head' behind it or not, or auto@group; got {policy!r}")
+
+
+def check_panels(panels: int, policy: str) -> None:
+    """The panels must be a number, and the policy must order each of them by itself."""
+    if isinstance(panels, bool) or not isinstance(panels, int) or panels < 1:
+        raise ValueError(f"panels must be a whole number from 1, got {panels!r}")
+    named = POLICIES.get(parse(policy).policy)
+    if panels > 1 and named is not None and named.looks_at_batch:
+        raise ValueError(
+            f"panels={panels} orders each panel by itself, and policy {policy!r} looks at the whole batch: choose "
+            "another policy, or leave panels at 1"
+        )
 
 
 def check_flag(name: str, flag: bool | None) -> None:

@@ -122,6 +122,7 @@ def attention(
     mask: Mask | None = ...,
     scale: float | None = ...,
     policy: str = ...,
+    panels: int = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
@@ -140,6 +141,7 @@ def attention(
     mask: Mask | None = ...,
     scale: float | None = ...,
     policy: str = ...,
+    panels: int = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -157,6 +159,7 @@ def attention(
     mask: Mask | None = None,
     scale: float | None = None,
     policy: str = "auto",
+    panels: int = 1,
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -179,11 +182,16 @@ def attention(
                    query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
                    first for short sequences and the second for long ones; 'auto@head' and 'auto@group' fix it. The
                    bits differ
+    panels         cuts the query rows of each batch entry, or of the whole pack, into this many ranges of equal length.
+                   The part of a sequence in one range is ordered by itself, with the keys that it sees. dK and dV are
+                   summed over the parts in float32, from the last part to the first. Context parallel needs such a cut.
+                   The bits differ. On a CPU the forward runs part by part too. On a GPU the forward runs over the whole
+                   sequence: no test shows that out and lse of a part have the bits of a call with this part alone
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
                    has no gradient
     """
-    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic)
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     out, lse = attend(q, k, v, asked)
     return (out, lse) if return_lse else out
 
@@ -196,13 +204,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), _order(asked)))
+        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale, asked.panels), _order(asked)))
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if _is_watched(q, k, v):
-        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
+        posed = Posed.of(prepared.problem.mask, asked.scale, asked.panels)
+        return _traced(q, k, v, (None, None), (posed, _order(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
     return _apply(q, k, v, prepared)

@@ -36,6 +36,7 @@ def backward(
     mask: Mask | None = None,
     scale: float | None = None,
     policy: str = "auto",
+    panels: int = 1,
     deterministic: bool | None = True,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -63,7 +64,8 @@ def backward(
         return prepare(problem, policy, Options(wants_determinism(deterministic), sm_margin), q.device)
 
     sides = (cu_seqlens_q, cu_seqlens_k)
-    asked = Arguments(causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
+    plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
+    asked = Arguments(*plain, panels=panels)
     operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
     try:
         rooms = tuple([None if x is None else (traits(x), x.stride()) for x in given])

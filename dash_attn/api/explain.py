@@ -22,7 +22,10 @@ DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "softwa
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs. Packed sequences of one length share a template; a batch has one.
+    """What a call runs. Packed sequences and panels of one length share a template; a batch has one.
+
+    `panels` is the number of panels of all sequences. It equals `sequences` if no sequence is cut. `workspace_bytes`
+    includes the fp32 dK and dV of panels.
 
     Equal identities and equal inputs give equal bits of the output and the gradients. Equal fingerprints give equal
     bits of the gradients if `forward` and `software` are equal too.
@@ -32,6 +35,7 @@ class Explanation:
     forward: str
     mask: str
     sequences: int
+    panels: int
     templates: int
     tile: str
     policy: str
@@ -61,10 +65,11 @@ def explain(
     mask: Mask | None = None,
     scale: float | None = None,
     policy: str = "auto",
+    panels: int = 1,
     deterministic: bool | None = None,
 ) -> Explanation:
     """Explain a call of `attention` with the same arguments. It computes the plan and nothing else."""
-    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic)
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     return explanation(prepared_for(q, k, v, asked))
 
 
@@ -79,6 +84,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "forward": backend.forward_provider(problem),
         "mask": str(problem.mask),
         "sequences": len(problem.sequences),
+        "panels": len(problem.panel_table),
         "templates": len(plans),
         "tile": ", ".join(dict.fromkeys(str(backend.tile_shape(each.problem)) for each in plans)),
         "policy": ", ".join(chosen),

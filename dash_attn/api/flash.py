@@ -59,6 +59,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    panels: int = 1,
 ) -> Result:
     """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
@@ -68,6 +69,7 @@ def flash_attn_func(
                    3 before the position. With causal the right side is 0
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     sm_margin      SMs of a GPU that the backward leaves to other kernels; it never changes the bits
+    panels         as in `dash_attn.attention`; FlashAttention has no such argument
 
     num_splits and pack_gqa tune FlashAttention's forward and have no effect here. dropout_p, softcap, alibi_slopes, qv,
     the descales and attention_chunk must be 0 or None.
@@ -83,7 +85,13 @@ def flash_attn_func(
         attention_chunk=attention_chunk,
     )
     asked = Arguments(
-        causal, window_size, scale=softmax_scale, deterministic=deterministic, sm_margin=sm_margin, names=FLASH_NAMES
+        causal,
+        window_size,
+        scale=softmax_scale,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        names=FLASH_NAMES,
+        panels=panels,
     )
     out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
@@ -117,6 +125,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    panels: int = 1,
 ) -> Result:
     """Attention over packed sequences, (tokens, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
@@ -148,6 +157,7 @@ def flash_attn_varlen_func(
         names=FLASH_NAMES,
         used_q=seqused_q,
         used_k=seqused_k,
+        panels=panels,
     )
     out, lse = attend(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out

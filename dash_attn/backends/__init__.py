@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from dash_attn.backends.base import Backend, Backward, Forward, Gradients, Operands, Options
+from dash_attn.backends.base import Backend, Backward, Forward, Gradients, Held, KeySums, Operands, Options, Partials
 
-__all__ = ["Backend", "Backward", "Forward", "Gradients", "Operands", "Options", "backend_for"]
+__all__ = [
+    "Backend",
+    "Backward",
+    "Forward",
+    "Gradients",
+    "Held",
+    "KeySums",
+    "Operands",
+    "Options",
+    "Partials",
+    "backend_for",
+]
 
 
 def backend_for(device: torch.device) -> Backend:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dash_attn.pack import Planned
+from dash_attn.pack import Pack, Planned
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
@@ -39,6 +39,20 @@ class Gradients(NamedTuple):
         return Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[1:4]])
 
 
+class KeySums(NamedTuple):
+    """dK and dV of the keys of one panel, (1, keys, kv heads, dim). Those of a single panel are float32."""
+
+    dk: Tensor
+    dv: Tensor
+
+
+class Partials(NamedTuple):
+    """What some panels give: all of dQ of their queries, and a share of dK and dV for each panel."""
+
+    dq: Tensor
+    sums: tuple[KeySums, ...]
+
+
 @dataclass(frozen=True)
 class Options:
     """How a problem runs. Only `deterministic=False` can change bits.
@@ -64,6 +78,31 @@ class Backward(Protocol):
     """Writes the gradients of `operands` to `into`, or to new tensors, and returns them. Every element is written."""
 
     def __call__(self, operands: Operands, into: Gradients | None = None) -> Gradients: ...
+
+
+class Held(Protocol):
+    """Some panels of a problem, ready to run. A rank of a process group holds such panels.
+
+    The pack says where the rows of its panels lie. q, dout and out are (1, rows, heads, dim) with the queries of the
+    panels, lse is (1, heads, rows), and k and v are (1, rows, kv heads, dim) with the keys that the panels see.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse of the panels: the bits of the whole problem."""
+        ...
+
+    def backward(self, operands: Operands) -> Partials:
+        """dQ of the panels, and the fp32 dK and dV of each panel. Nothing is summed over panels."""
+        ...
+
+    def fold(self, sums: Iterable[KeySums], into: KeySums) -> None:
+        """dK and dV of one sequence, from the sums of all its panels that have keys.
+
+        The panel with the last queries comes first, and the panel with the first queries comes last. The sums are added
+        in this order in fp32, and the total is rounded once to the dtype of `into`. The first sums serve as memory for
+        the total.
+        """
+        ...
 
 
 class Backend(Protocol):
@@ -93,3 +132,7 @@ class Backend(Protocol):
     def workers(self, plan: Planned) -> int: ...
 
     def workspace_bytes(self, plan: Planned) -> int: ...
+
+    def held(self, pack: Pack, options: Options) -> Held:
+        """Some panels of a problem, which `pack.held` names."""
+        ...

@@ -3,6 +3,18 @@
 from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
 from dash_attn.pack.pack import Pack, Planned
-from dash_attn.pack.tables import Assembly, Doc, PackedChain, Sizes
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedChain, Part, Sizes
 
-__all__ = ["Assembly", "AssemblyError", "Doc", "Pack", "PackedChain", "Planned", "Sizes", "assemble", "check"]
+__all__ = [
+    "Assembly",
+    "AssemblyError",
+    "Doc",
+    "Fold",
+    "Pack",
+    "PackedChain",
+    "Part",
+    "Planned",
+    "Sizes",
+    "assemble",
+    "check",
+]

@@ -6,23 +6,28 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.pack.checks import check
-from dash_attn.pack.tables import Assembly, Doc, PackedChain, Sizes
+from dash_attn.pack.folds import fold_tables
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedChain, Part, Sizes
 from dash_attn.pack.templates import Fact, Family, Template, templates
-from dash_attn.problem import Problem
+from dash_attn.problem import Problem, Sequence
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
 
+NO_FOLDS = np.empty((0, len(Fold)), np.int32), np.empty((0, len(Part)), np.int32)
+
 
 def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assembly:
-    """The checked tables of all sequences of a problem, each ordered by itself."""
-    family = Family.of(problem, shape, policy)
-    table, known = problem.sequence_table, templates(family)
+    """The checked tables of all sequences or panels of a problem, each ordered by itself."""
+    family, several = Family.of(problem, shape, policy), problem.panels > 1
+    known = templates(family)
+    table = np.ascontiguousarray(problem.panel_table[:, : len(Sequence._fields)]) if several else problem.sequence_table
     numbers: dict[int, int] = {}  # of the templates of this pack
     template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]
     used = [known.of(code) for code in numbers]
     facts = np.array([each.facts for each in used], np.int64)
     rows = problem.batch * problem.len_q, problem.batch * problem.len_k
-    sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut=bool((facts[:, Fact.SHARE] > 1).any()))
+    cut = several or bool((facts[:, Fact.SHARE] > 1).any())
+    sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full)
     if max(rows) > MOST or problem.heads_q * int(facts[:, Fact.BUNDLES].max()) * len(table) > MOST:
         raise ValueError(f"{rows[0]} queries and {rows[1]} keys in a pack are more than its tables can number")
     docs, q_tiles, kv_tiles, tickets = _instances(
@@ -34,6 +39,7 @@ def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assemb
         *_joined(used, facts),
         q_tiles,
         kv_tiles,
+        *(fold_tables(docs, kv_tiles, shape.n) if several else NO_FOLDS),
         tickets,
         int(facts[:, Fact.CO_RESIDENT].max()),
         bool(facts[:, Fact.BLIND].any()),

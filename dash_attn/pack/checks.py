@@ -7,6 +7,7 @@ from enum import IntEnum
 import numpy as np
 
 from dash_attn.jit import compiled
+from dash_attn.pack.folds import fold_fault
 from dash_attn.pack.tables import Assembly, Doc, PackedChain
 from dash_attn.program import Run
 
@@ -58,7 +59,7 @@ def check(assembly: Assembly) -> None:
 
     The order inside a template is verified when the template is made. This function checks that every row of q and of k
     is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
-    template fits its sequences.
+    template fits its sequences. With panels every row of q is in one panel and every row of k is in one fold.
     """
     sizes, docs = assembly.sizes, assembly.docs
     shape = sizes.shape.m, sizes.shape.n
@@ -66,9 +67,12 @@ def check(assembly: Assembly) -> None:
     fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads, assembly.tickets))
     if fault == Fault.NONE:
         columns = ((Doc.Q_ROW, Doc.Q_ROWS, sizes.rows_q), (Doc.K_ROW, Doc.K_ROWS, sizes.rows_k))
-        for first, count, rows in columns:
+        for first, count, rows in columns if sizes.panels == 1 else columns[:1]:
             if not _covers(docs[:, first], docs[:, count], rows):
                 raise AssemblyError(f"the tables of the pack are wrong: {SAID[Fault.ROWS]}, of {first.name[0].lower()}")
+        wrong = fold_fault(assembly)
+        if wrong is not None:
+            raise AssemblyError(f"the tables of the pack are wrong: {wrong}")
         tables = assembly.bundles, assembly.chains, assembly.runs, assembly.contributors
         fault, row = _template_fault(docs, *tables, (*shape, sizes.heads_q))
     if fault != Fault.NONE:

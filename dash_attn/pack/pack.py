@@ -1,4 +1,4 @@
-"""Pack: a problem of several sequences, each planned by itself."""
+"""Pack: a problem of several sequences or panels, each planned by itself."""
 
 from __future__ import annotations
 
@@ -10,57 +10,68 @@ from functools import cached_property
 from dash_attn.order import parse
 from dash_attn.pack.templates import Family, templates
 from dash_attn.plan import Plan, plan
-from dash_attn.problem import Problem, Sequence
+from dash_attn.problem import Panel, Problem
 from dash_attn.tiling import TileShape
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The sequences of a problem with documents. The tiles and the order of a sequence follow from the sequence alone.
+    """The sequences of a problem with documents, or its panels. The tiles and the order of each follow from it alone.
 
-    `shape_of` gives the tile shape of a sequence from the problem of this sequence alone. A plan is made when it is
-    first needed.
+    `shape_of` gives the tile shape of a panel from the problem of this panel alone. A plan is made when it is first
+    needed. `held` has some panels of the problem, with rows in other tensors; without it the pack has all panels.
     """
 
     problem: Problem
     shape_of: Callable[[Problem], TileShape]
     policy: str = "auto"
+    held: tuple[Panel, ...] | None = None
 
     @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        return self.problem.sequences
+    def panels(self) -> tuple[Panel, ...]:
+        """A sequence that is not cut is one panel."""
+        return self.problem.panel_list if self.held is None else self.held
 
     @cached_property
-    def plans(self) -> dict[tuple[int, int], Plan]:
-        """The plans of single sequences with all heads, by their lengths of q and k."""
-        return {key: plan(alone, self.shape_of(alone), self.policy) for key, alone in self.problem.distinct.items()}
+    def problems(self) -> dict[tuple[int, int, int], Problem]:
+        """The problems of single panels, by their kind."""
+        if self.held is None:
+            return self.problem.distinct
+        return {panel.kind: self.problem.alone(panel) for panel in self.held}
 
-    def plan_of(self, sequence: Sequence) -> Plan:
-        return self.plans[sequence.len_q, sequence.len_k]
+    @cached_property
+    def plans(self) -> dict[tuple[int, int, int], Plan]:
+        """The plans of single panels with all heads, by their kind."""
+        return {kind: plan(alone, self.shape_of(alone), self.policy) for kind, alone in self.problems.items()}
+
+    def plan_of(self, panel: Panel) -> Plan:
+        return self.plans[panel.kind]
 
     def require_order(self) -> None:
-        """ValueError if the policy cannot order one of the sequences. `auto` orders every sequence."""
+        """ValueError if the policy cannot order one of the panels. `auto` orders every panel."""
         if parse(self.policy).policy == "auto":
             return
-        for alone in self.problem.distinct.values():
+        for alone in self.problems.values():
             templates(family := Family.of(alone, self.shape_of(alone), self.policy)).of(family.code(alone))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the orders of all sequences, in their order in the pack."""
+        """Hash of the orders of all panels, in their order in the pack, and of the panels that share keys."""
         digest = hashlib.sha256()
-        for sequence in self.sequences:
-            digest.update(self.plan_of(sequence).fingerprint.encode())
+        for panel in self.panels:
+            digest.update(self.plan_of(panel).fingerprint.encode())
+            if self.problem.panels > 1:
+                digest.update(f" {panel.sequence} ".encode())
         return digest.hexdigest()[:16]
 
     @property
     def co_resident(self) -> int:
-        """Workers that the sequences need at once."""
+        """Workers that the panels need at once."""
         return max(each.co_resident for each in self.plans.values())
 
     @property
     def num_tasks(self) -> int:
-        return sum(self.plan_of(sequence).program.num_tasks for sequence in self.sequences)
+        return sum(self.plan_of(panel).program.num_tasks for panel in self.panels)
 
 
 Planned = Plan | Pack

@@ -1,4 +1,5 @@
-"""The tables of a pack: which sequence has which rows, tiles, tickets and order."""
+"""The tables of a pack: which sequence has which rows, tiles, tickets and order. With panels, read "panel" for
+"sequence": a panel is planned and run as a sequence, and shares keys with the other panels of its sequence."""
 
 from __future__ import annotations
 
@@ -48,6 +49,30 @@ class PackedChain(IntEnum):
     NUM_RUNS = 2
 
 
+class Fold(IntEnum):
+    """Columns of the table `folds`: one row for each kv tile of a sequence that is cut into panels.
+
+    K_ROW, K_ROWS  its first row in the flattened tensor, and its rows
+    PART, PARTS    its rows of `parts`: the sums of the panels, in the order in which they are added
+    """
+
+    K_ROW = 0
+    K_ROWS = 1
+    PART = 2
+    PARTS = 3
+
+
+class Part(IntEnum):
+    """Columns of the table `parts`: one row for each kv tile of each panel.
+
+    KV_TILE  its row of `kv_tiles`, which is the place of its sums
+    K_ROWS   its rows. The last kv tile of a panel may have fewer rows than that of the whole sequence
+    """
+
+    KV_TILE = 0
+    K_ROWS = 1
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Numbers of a pack that its tables do not hold.
@@ -55,7 +80,10 @@ class Sizes:
     shape           the tile of every sequence
     heads_q, heads_kv
     rows_q, rows_k  rows of the flattened tensors
-    cut             chains of some sequences are cut by q head: the q heads of a group add to dK and dV in turn
+    cut             dK and dV have fp32 sums. The q heads of a group add to them in turn where chains are cut by q head.
+                    With panels every panel has sums of its own
+    panels          ranges that the queries of a batch entry are cut into
+    all_keys        every panel sees all keys of its sequence. Otherwise its last query stands at its last key
     """
 
     shape: TileShape
@@ -64,6 +92,8 @@ class Sizes:
     rows_q: int
     rows_k: int
     cut: bool
+    panels: int
+    all_keys: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +107,8 @@ class Assembly:
     contributors  contributions to the dQ tile of each q tile of a template
     q_tiles       first row in the flattened tensor and number of rows, in launch order. Every sequence begins a tile
     kv_tiles      the same for keys
+    folds         columns Fold. Without panels there are none
+    parts         columns Part
     tickets       of all sequences. A sequence without queries or without keys has none
     co_resident   workers that the templates need at once
     clears_dq     some rows of dQ are written by no task: no query there sees a key
@@ -91,6 +123,8 @@ class Assembly:
     contributors: Int32
     q_tiles: Int32
     kv_tiles: Int32
+    folds: Int32
+    parts: Int32
     tickets: int
     co_resident: int
     clears_dq: bool

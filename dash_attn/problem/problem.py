@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.problem.mask import FULL, Mask
+from dash_attn.problem.panels import Panel, cut
 
 
 class Sequence(NamedTuple):
@@ -26,7 +27,11 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Attention over `batch` sequences. Query heads h*group .. h*group+group-1 share key/value head h."""
+    """Attention over `batch` sequences. Query heads h*group .. h*group+group-1 share key/value head h.
+
+    The query rows of a batch entry are cut into `panels` ranges. The cut changes the bits of the answer, not the
+    answer.
+    """
 
     batch: int
     heads_q: int
@@ -37,9 +42,10 @@ class Problem:
     dtype: str = "bfloat16"
     scale: float | None = None
     mask: Mask = FULL
+    panels: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads_q", "heads_kv", "dim"):
+        for name in ("batch", "heads_q", "heads_kv", "dim", "panels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("len_q", "len_k"):
@@ -56,6 +62,21 @@ class Problem:
                     "with its part of the tiles"
                 )
             self.mask.documents.check_ends(self.len_q, self.len_k)
+        if self.panels > 1:
+            self._check_panels()
+
+    def _check_panels(self) -> None:
+        mask = self.mask
+        if mask.tiles is not None:
+            raise ValueError(
+                f"panels is {self.panels}, and mask has tiles, which are not cut: leave panels at 1, or give each "
+                "range of queries its own call, with its part of the tiles"
+            )
+        if not mask.is_blind and any(side is not None and side < 0 for side in (mask.left, mask.right)):
+            raise ValueError(
+                f"panels is {self.panels}, and mask {mask} has a negative side: give the mask that "
+                "Mask.without_negative_sides makes of it"
+            )
 
     @property
     def group(self) -> int:
@@ -76,6 +97,11 @@ class Problem:
         """The mask has documents. Each of them is a sequence of its own."""
         return self.mask.documents is not None
 
+    @property
+    def has_parts(self) -> bool:
+        """The problem is planned part by part: its mask has documents, or it is cut into panels."""
+        return self.is_packed or self.panels > 1
+
     @cached_property
     def sequence_table(self) -> npt.NDArray[np.int64]:
         """The sequences as rows of a table. The columns are the fields of Sequence."""
@@ -95,17 +121,26 @@ class Problem:
         return tuple(map(Sequence._make, self.sequence_table.tolist()))
 
     @cached_property
-    def distinct(self) -> dict[tuple[int, int], Problem]:
-        """The problems of single sequences, by their lengths of q and k."""
-        problems = dict[tuple[int, int], Problem]()
-        for sequence in self.sequences:
-            if (sequence.len_q, sequence.len_k) not in problems:
-                problems[sequence.len_q, sequence.len_k] = self.alone(sequence)
-        return problems
+    def panel_table(self) -> npt.NDArray[np.int64]:
+        """The panels of all sequences as rows of a table. The columns are the fields of Panel."""
+        return cut(self.sequence_table, self.len_q, self.panels, self.mask)
 
-    def alone(self, sequence: Sequence) -> Problem:
-        """The problem of one sequence with all its heads, as if there were no other sequence."""
-        mask = self.mask
+    @cached_property
+    def panel_list(self) -> tuple[Panel, ...]:
+        """The panels of all sequences. With `panels` = 1 they are the sequences."""
+        return tuple(map(Panel._make, self.panel_table.tolist()))
+
+    @cached_property
+    def distinct(self) -> dict[tuple[int, int, int], Problem]:
+        """The problems of single panels, by their kind."""
+        return {panel.kind: self.alone(panel) for panel in {each.kind: each for each in self.panel_list}.values()}
+
+    def alone(self, part: Sequence | Panel) -> Problem:
+        """The problem of one sequence or panel with all its heads, as if there were no other."""
+        mask, after = self.mask, part.after if isinstance(part, Panel) else 0
         if mask.documents is not None:
             mask = replace(mask, documents=None)
-        return replace(self, batch=1, len_q=sequence.len_q, len_k=sequence.len_k, mask=mask)
+        if after:  # the last query stands before the last key, so the window lies to the left of where it would lie
+            left, right = mask.left, mask.right
+            mask = Mask(None if left is None else left + after, None if right is None else right - after)
+        return replace(self, batch=1, len_q=part.len_q, len_k=part.len_k, mask=mask, panels=1)

@@ -109,11 +109,12 @@ class Tiling:
 
 
 def tile(problem: Problem, shape: TileShape) -> Tiling:
-    """Cut the planes of a problem into tiles of `shape`. A problem with documents is cut sequence by sequence."""
-    if problem.is_packed:
+    """Cut the planes of a problem into tiles of `shape`. A problem with documents or panels is cut part by part."""
+    if problem.has_parts:
+        parts = f"mask {problem.mask} has documents" if problem.is_packed else f"there are {problem.panels} panels"
         raise ValueError(
-            f"mask {problem.mask} has documents, and no tile spans two of them: tile Problem.alone(sequence) for each "
-            "of Problem.sequences, or plan all of them with dash_attn.pack.Pack"
+            f"{parts}, and no tile spans two of them: tile Problem.alone(panel) for each of Problem.panel_list, or "
+            "plan all of them with dash_attn.pack.Pack"
         )
     num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)

@@ -23,10 +23,10 @@ def pack(*cu: int, policy: str = "auto", batch: int = 1) -> Pack:
 
 def test_sequences_of_one_length_share_a_plan() -> None:
     made = pack(0, 40, 100, 140, 140, batch=2)
-    assert list(made.plans) == [(40, 40), (60, 60), (0, 0)] and len(made.sequences) == 8
-    for sequence in made.sequences:
-        expected = plan(Problem(1, 4, 2, sequence.len_q, sequence.len_k, 64, mask=CAUSAL), SHAPE, "auto")
-        assert made.plan_of(sequence) is expected
+    assert list(made.plans) == [(40, 40, 0), (60, 60, 0), (0, 0, 0)] and len(made.panels) == 8
+    for panel in made.panels:
+        expected = plan(Problem(1, 4, 2, panel.len_q, panel.len_k, 64, mask=CAUSAL), SHAPE, "auto")
+        assert made.plan_of(panel) is expected
     assert made.num_tasks == 2 * sum(4 * n * (n + 1) // 2 for n in (3, 4, 3))
     assert made.co_resident == max(each.co_resident for each in made.plans.values())
 
@@ -68,7 +68,7 @@ def test_the_tile_of_a_document_is_that_of_the_document_alone(backend: CpuBacken
     mask = documents(cu, causal=True) & window(2500, None)
     problem = Problem(1, 2, 2, 3000, 3000, 64, mask=mask)
     made = Pack(problem, backend.tile_shape)
-    for sequence in made.sequences:
-        g = made.plan_of(sequence).program.geometry
-        alone = Problem(1, 2, 2, sequence.len_q, sequence.len_k, 64, mask=CAUSAL & window(2500, None))
+    for panel in made.panels:
+        g = made.plan_of(panel).program.geometry
+        alone = Problem(1, 2, 2, panel.len_q, panel.len_k, 64, mask=CAUSAL & window(2500, None))
         assert TileShape(g.tile_m, g.tile_n) == backend.tile_shape(alone)

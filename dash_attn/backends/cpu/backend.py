@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from dash_attn.backends.base import Backward, Forward, Options
+from dash_attn.backends.base import Backward, Forward, Held, Options
 from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
-from dash_attn.backends.cpu.packed import backward_pack, forward_pack
+from dash_attn.backends.cpu.packed import CpuHeld, backward_pack, forward_pack, pack_workspace_bytes
 from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
@@ -40,7 +40,9 @@ class CpuBackend:
         return f"{code}, float32 products {products}, arithmetic {probe()[:12]}"
 
     def forward(self, problem: Problem) -> Forward:
-        return partial(forward_pack if problem.is_packed else forward, problem)
+        if problem.has_parts:
+            return partial(forward_pack, Pack(problem, tile_shape))
+        return partial(forward, problem)
 
     def backward(self, plan: Planned, options: Options) -> Backward:
         config = CpuConfig(**dict(options.kernel))  # type: ignore[arg-type]
@@ -52,8 +54,12 @@ class CpuBackend:
         return CpuConfig().worker_count(plan)
 
     def workspace_bytes(self, plan: Planned) -> int:
-        plans = plan.plans.values() if isinstance(plan, Pack) else [plan]
-        return max(workspace_bytes(each, CpuConfig()) for each in plans)  # sequences run one after the other
+        if isinstance(plan, Pack):
+            return pack_workspace_bytes(plan, CpuConfig())
+        return workspace_bytes(plan, CpuConfig())
+
+    def held(self, pack: Pack, options: Options) -> Held:
+        return CpuHeld(pack, CpuConfig(**dict(options.kernel)))  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1)

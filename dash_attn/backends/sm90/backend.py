@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from dash_attn.backends.base import Backward, Forward, Options
+from dash_attn.backends.base import Backward, Forward, Held, Options
 from dash_attn.pack import Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
@@ -65,13 +65,25 @@ class Sm90Backend:
         return resident_workers(self.device)
 
     def workspace_bytes(self, plan: Planned) -> int:
-        if isinstance(plan, Pack):  # every sequence has its own tiles
-            return sum(self.workspace_bytes(plan.plan_of(sequence)) for sequence in plan.sequences)
-        problem, g = plan.problem, plan.program.geometry
-        cfg, planes = config_of(problem), problem.batch * problem.heads_q
-        cut, tiles = replace(cfg, cut=True), -(-problem.len_k // cfg.tile_n)
-        sums = kv_sum_shape(cut, problem.groups, tiles) if g.share > 1 else (0,)
-        return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(sums)
+        if isinstance(plan, Pack):  # every panel has its own tiles
+            several = plan.problem.panels > 1
+            return sum(_workspace_bytes(plan.plan_of(panel), several) for panel in plan.panels)
+        return _workspace_bytes(plan)
+
+    def held(self, pack: Pack, options: Options) -> Held:
+        raise NotImplementedError(
+            "q is on a GPU, which has no kernel for some panels of a problem: give all of them to dash_attn.attention "
+            "with panels=, or move the tensors with .cpu()"
+        )
+
+
+def _workspace_bytes(plan: Plan, summed: bool = False) -> int:
+    """`summed`: dK and dV have fp32 sums, as in cut chains."""
+    problem, g = plan.problem, plan.program.geometry
+    cfg, planes = config_of(problem), problem.batch * problem.heads_q
+    cut, tiles = replace(cfg, cut=True), -(-problem.len_k // cfg.tile_n)
+    sums = kv_sum_shape(cut, problem.groups, tiles) if summed or g.share > 1 else (0,)
+    return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(sums)
 
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
@@ -132,6 +144,11 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
         raise NotImplementedError(
             f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
             "batch, or the sequences packed, with cu_seqlens_q and cu_seqlens_k"
+        )
+    if problem.panels > 1 and any(panel.after for panel in problem.panel_list):
+        raise NotImplementedError(
+            f"panels is {problem.panels}, and mask {problem.mask} lets queries see keys after their position: on GPUs "
+            "dash_attn cuts full masks, causal masks and windows that end at the query; leave panels at 1"
         )
     kind = replace(problem.mask, documents=None)
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"

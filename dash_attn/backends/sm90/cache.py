@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dash_attn.backends.sources import source_hash
-from dash_attn.pack import Doc, PackedChain
+from dash_attn.pack import Doc, Fold, PackedChain, Part
 from dash_attn.program import Chain, Run
 
 from .config import KernelConfig
@@ -129,7 +129,7 @@ def toolchain() -> str:
 
 @functools.cache
 def sources() -> str:
-    columns = [(column.name, column.value) for table in (Chain, Run, Doc, PackedChain) for column in table]
+    columns = [(column.name, column.value) for table in (Chain, Run, Doc, PackedChain, Fold, Part) for column in table]
     return f"{source_hash(kernel_sources())} {columns}"
 
 
@@ -217,8 +217,11 @@ def side_kernel(kind: str, cfg: KernelConfig) -> Kernel:
 
 
 @functools.cache
-def kernels(cfg: KernelConfig) -> Kernels:
-    """The kernels of a config. A process compiles them at most once, and not at all if the folder has them."""
+def kernels(cfg: KernelConfig, folds: bool = False) -> Kernels:
+    """The kernels of a config. A process compiles them at most once, and not at all if the folder has them.
+
+    With `folds` the last kernel sums dK and dV over panels before it rounds them.
+    """
     finish = None if cfg.last_finishes else side_kernel("finish", replace(shared(cfg), cut=False))
-    finish_kv = side_kernel("finish_kv", shared(cfg)) if cfg.cut else None
+    finish_kv = side_kernel("fold_kv" if folds else "finish_kv", shared(cfg)) if cfg.cut else None
     return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, finish_kv)

@@ -37,7 +37,7 @@ class Launch:
 
     def __init__(self, cfg: KernelConfig, tables: DeviceTables | PackedTables, scale: float) -> None:
         self.cfg, self.tables, self.scale = cfg, tables, scale
-        self.prepare, self.main, self.finish, self.finish_kv = kernels(cfg)
+        self.prepare, self.main, self.finish, self.finish_kv = kernels(cfg, tables.folds)
         self.program, self.facts = converted(tables.program), (scale, scale * LOG2_E, *tables.facts)
         self.clears = tables.clears_dq or tables.clears_dkv or not cfg.ordered
         self.special = cfg.trace or cfg.debug

@@ -40,6 +40,7 @@ class DeviceTables:
     kv_tiles: ClassVar[tuple[()]] = ()
     facts: ClassVar[tuple[()]] = ()
     clears_dkv: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
 
     @property
     def workers(self) -> int:
@@ -81,28 +82,33 @@ class PackedTables:
 
     program: tuple[Tensor, ...]  # docs, bundles, chains, runs and contributors
     q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
-    kv_tiles: tuple[Tensor]
+    kv_tiles: tuple[Tensor, ...]  # the same for keys. With panels: the tables folds and parts
+    n_kv: int  # kv tiles, of all panels
     facts: tuple[int, ...]  # workers, tickets, and how far a query sees before and after its position
     clears_dq: bool
     clears_dkv: bool
 
     @property
-    def n_q(self) -> int:
-        return self.q_tiles[0].shape[0]
+    def folds(self) -> bool:
+        """dK and dV are summed over panels."""
+        return len(self.kv_tiles) > 1
 
     @property
-    def n_kv(self) -> int:
-        return self.kv_tiles[0].shape[0]
+    def n_q(self) -> int:
+        return self.q_tiles[0].shape[0]
 
     @staticmethod
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         check_turns(pack.contributors)
-        parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, pack.kv_tiles]
-        *program, q_tiles, kv_tiles = joined(parts, device)
+        keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 else (pack.kv_tiles,)
+        parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, *keys]
+        views = joined(parts, device)
+        program, q_tiles, kv_tiles = tuple(views[:5]), (views[5],), tuple(views[6:])
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
         facts = (min(workers, pack.tickets), pack.tickets, left, right)
-        return PackedTables(tuple(program), (q_tiles,), (kv_tiles,), facts, pack.clears_dq, pack.clears_dkv)
+        clears = pack.clears_dq, pack.clears_dkv
+        return PackedTables(program, q_tiles, kv_tiles, len(pack.kv_tiles), facts, *clears)
 
 
 def check_turns(contributors: npt.NDArray[np.int32]) -> None:

@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def debugged(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> builds.Debugged:
     """The outcome of a debug build whose launch is `run`."""
-    monkeypatch.setattr(launch, "kernels", lambda cfg: (None, None, None, None))
+    monkeypatch.setattr(launch, "kernels", lambda *_: (None, None, None, None))
     monkeypatch.setattr(launch.Launch, "__call__", run)
     planned = plan(PROBLEM, backend.Sm90Backend(CPU).tile_shape(PROBLEM))
     q, k = (torch.zeros(1, length, 2, 128, dtype=torch.bfloat16) for length in (PROBLEM.len_q, PROBLEM.len_k))

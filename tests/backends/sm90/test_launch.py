@@ -38,7 +38,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     stub = Kernels()
     monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
-    monkeypatch.setattr(launch, "kernels", lambda cfg: (stub.prepare, stub.main, None, lambda *_: None))
+    monkeypatch.setattr(launch, "kernels", lambda *_: (stub.prepare, stub.main, None, lambda *_: None))
     for module in (launch, workspace):
         monkeypatch.setattr(module, "converted", lambda tensors: tensors)
     return stub

@@ -16,7 +16,7 @@ def test_tables_are_the_program(mask: Mask, workers: int, monkeypatch):
     problem = Problem(2, 4, 2, 700, 700, 128, mask=mask)
     cpu = torch.device("cpu")
     monkeypatch.setattr(backend, "resident_workers", lambda device: workers)
-    monkeypatch.setattr(launch, "kernels", lambda cfg: (None, None, None, None))
+    monkeypatch.setattr(launch, "kernels", lambda *_: (None, None, None, None))
     planned = plan(problem, backend.Sm90Backend(cpu).tile_shape(problem))
     program, placed = planned.program, placement(planned, workers)
     tables = backend.launch_of(planned, Options(), cpu).tables

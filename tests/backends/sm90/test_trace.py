@@ -24,7 +24,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(backend, "resident_workers", lambda device: 7)
     monkeypatch.setattr(
-        launch, "kernels", lambda cfg: (lambda *args: None, lambda *args: calls.append(args), None, None)
+        launch, "kernels", lambda *_: (lambda *args: None, lambda *args: calls.append(args), None, None)
     )
     return calls
 

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dash_attn.pack import Doc
+from dash_attn.pack import Doc, Fold, Part
 from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
@@ -127,12 +127,26 @@ def compile_finish(cfg: KernelConfig, options: str = ""):
 
 
 def compile_finish_kv(cfg: KernelConfig, options: str = ""):
+    return _finish_kv(cfg, tiles(cfg), options)
+
+
+def compile_fold_kv(cfg: KernelConfig, options: str = ""):
+    return _finish_kv(cfg, (table(cute.sym_int32(), len(Fold)), table(cute.sym_int32(), len(Part))), options)
+
+
+def _finish_kv(cfg: KernelConfig, rows: tuple, options: str):
     from .finish_kv import FinishKv
 
     batch, sk, hk = symbols(3)
     grads = tuple(heads_tensor(cfg, batch, sk, hk) for _ in range(2))
-    sums, rows = kv_sum_of(cfg), tiles(cfg)
+    sums = kv_sum_of(cfg)
     return cute.compile(FinishKv(cfg), sums, grads, rows, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
 
 
-COMPILERS = {"main": compile_main, "prepare": compile_prepare, "finish": compile_finish, "finish_kv": compile_finish_kv}
+COMPILERS = {
+    "main": compile_main,
+    "prepare": compile_prepare,
+    "finish": compile_finish,
+    "finish_kv": compile_finish_kv,
+    "fold_kv": compile_fold_kv,
+}

@@ -1,8 +1,14 @@
-"""The kernel after the main one, if chains are cut: rounds the fp32 sums of dV and of dK, scaled, to 16 bits."""
+"""The kernel after the main one, if chains are cut: rounds the fp32 sums of dV and of dK, scaled, to 16 bits.
+
+With panels each panel has sums of its own. The kernel first adds them, in fp32 and in the order of the table `parts`.
+"""
 
 import cuda.bindings.driver as cu
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
+
+from dash_attn.pack import Fold, Part
 
 from ..config import KernelConfig
 from ..cta import CONSUMER_WARPGROUPS, TILE_N
@@ -19,10 +25,11 @@ class FinishKv:
     def __call__(self, sums: cute.Tensor, grads: tuple, tiles: tuple, scale: Float32, stream: cu.CUstream):
         """sums: (kv planes, kv tiles, cfg.chain_entries, 2 * cfg.half_floats)
         grads: dv and dk
-        tiles: rows of the kv tiles of a pack
+        tiles: rows of the kv tiles of a pack; with panels the tables `folds` and `parts`
         """
         batch, _, heads, _ = grads[0].shape
-        pieces = sums.shape[1] * self.cfg.chain_entries * CONSUMER_WARPGROUPS
+        count = tiles[0].shape[0] if const_expr(len(tiles) > 1) else sums.shape[1]
+        pieces = count * self.cfg.chain_entries * CONSUMER_WARPGROUPS
         self.kernel(sums, grads, tiles, scale).launch(grid=[pieces, heads, batch], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -34,14 +41,42 @@ class FinishKv:
         wg, entry = at % CONSUMER_WARPGROUPS, at // CONSUMER_WARPGROUPS
         tile, part = entry // cfg.chain_entries, entry % cfg.chain_entries
         plane = batch * grads[0].shape[2] + head
-        offset = cute.assume(wg * cfg.half_floats + thread * 4, divby=4)
-        layout = cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512))
-        mine = cute.make_rmem_tensor(layout.shape, Float32)
-        cute.autovec_copy(cute.make_tensor((sums[plane, tile, part, None].iterator + offset).align(16), layout), mine)
-        first, end = rows_of(cfg, tiles, tile, TILE_N, grads[0].shape[1])
-        row = first + wg * 64 + (thread // 32) * 16 + (thread % 32) // 4
+        local = wg * 64 + (thread // 32) * 16 + (thread % 32) // 4  # the first of this thread's two rows in the tile
+        if const_expr(len(tiles) > 1):
+            mine = self.folded(sums, tiles, (plane, tile, part), (wg, thread, local))
+        else:
+            mine = self.load(sums, (plane, tile, part), (wg, thread))
+        first, end = rows_of(cfg, tiles[:1], tile, TILE_N, grads[0].shape[1])
+        row = first + local
         col = (part % cfg.part_entries) * 64 + (thread % 4) * 8
         if part < cfg.part_entries:
             store_rounded(cfg, mine, (grads[0], batch, head), (row, end, col), Float32(1.0))
         else:
             store_rounded(cfg, mine, (grads[1], batch, head), (row, end, col), scale)
+
+    def load(self, sums, place, who):
+        """This thread's sums, in fragment order: (4, pieces). The last two of four belong to the row 8 below."""
+        cfg, (plane, tile, part), (wg, thread) = self.cfg, place, who
+        offset = cute.assume(wg * cfg.half_floats + thread * 4, divby=4)
+        layout = cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512))
+        mine = cute.make_rmem_tensor(layout.shape, Float32)
+        cute.autovec_copy(cute.make_tensor((sums[plane, tile, part, None].iterator + offset).align(16), layout), mine)
+        return mine
+
+    @cute.jit
+    def folded(self, sums, tiles, place, who):
+        """The sums of all panels. A row that a panel does not have keeps its sum: what lies there is not its own."""
+        folds, parts = tiles
+        plane, fold, part = place
+        wg, thread, local = who
+        begin, count = folds[fold, int(Fold.PART)], folds[fold, int(Fold.PARTS)]
+        total = self.load(sums, (plane, parts[begin, int(Part.KV_TILE)], part), (wg, thread))
+        for at in cutlass.range(begin + 1, begin + count, unroll=1):
+            more = self.load(sums, (plane, parts[at, int(Part.KV_TILE)], part), (wg, thread))
+            rows = parts[at, int(Part.K_ROWS)]
+            for h in cutlass.range_constexpr(2):
+                if local + 8 * h < rows:
+                    for j in cutlass.range_constexpr(cute.size(total.shape[1])):
+                        for i in cutlass.range_constexpr(2):
+                            total[2 * h + i, j] = total[2 * h + i, j] + more[2 * h + i, j]
+        return total

@@ -1,0 +1,69 @@
+"""Folds: which panels add to which dK and dV tile, and in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.pack.tables import Assembly, Doc, Fold
+from dash_attn.program.program import Int32, Longs
+
+Bool = npt.NDArray[np.bool_]
+
+
+def fold_tables(docs: Int32, kv_tiles: Int32, n: int) -> tuple[Int32, Int32]:
+    """The tables `folds` and `parts`.
+
+    The kv tiles of all panels of a sequence are cut from its first key. So tiles with one first row belong together,
+    and no tiles of two sequences have one first row. The panel with the last queries sees all keys. It comes first.
+    """
+    first, rows = kv_tiles.T
+    order = np.lexsort((-_first_queries(docs, n), first))
+    _, begin, counts = np.unique(first[order], return_index=True, return_counts=True)
+    folds = np.stack([first[order][begin], rows[order][begin], begin, counts], axis=1)
+    return folds.astype(np.int32), np.stack([order, rows[order]], axis=1).astype(np.int32)
+
+
+def fold_fault(made: Assembly) -> str | None:
+    """What is wrong with the panels that share keys or with their folds; None if nothing is."""
+    sizes, docs, tiles, folds, parts = made.sizes, made.docs, made.kv_tiles, made.folds, made.parts
+    if sizes.panels == 1:
+        return "folds without panels" if len(folds) or len(parts) else None
+    if not _aligned(docs, sizes.all_keys):
+        return "the keys of a panel are not those that its queries see"
+    tile, rows = parts.T
+    if not np.array_equal(np.sort(tile), np.arange(len(tiles))):
+        return "a kv tile of a panel is in two folds, or in none"
+    begin, counts = folds[:, Fold.PART], folds[:, Fold.PARTS]
+    if (counts < 1).any() or not np.array_equal(begin, counts.cumsum() - counts) or counts.sum() != len(parts):
+        return "the parts of a fold do not follow those of the fold before"
+    fold = np.repeat(np.arange(len(folds)), counts)
+    if not (np.array_equal(tiles[tile, 1], rows) and np.array_equal(tiles[tile, 0], folds[fold, Fold.K_ROW])):
+        return "a part has not the rows of its kv tile, or is in the fold of another tile"
+    if not np.array_equal(folds[:, Fold.K_ROWS], rows[begin]) or (rows > folds[fold, Fold.K_ROWS]).any():
+        return "the first part of a fold has not all of its rows"
+    query = _first_queries(docs, sizes.shape.n)[tile]
+    if (np.diff(query)[np.diff(fold) == 0] >= 0).any():
+        return "the parts of a fold are not in the order from the last queries to the first"
+    ends = folds[:, Fold.K_ROW] + folds[:, Fold.K_ROWS]
+    if folds[:1, Fold.K_ROW].any() or (folds[1:, Fold.K_ROW] != ends[:-1]).any() or ends[-1:].sum() != sizes.rows_k:
+        return "a row of k is in two folds, or in none"
+    return None
+
+
+def _first_queries(docs: Int32, n: int) -> Longs:
+    """The first query of the panel of each kv tile."""
+    return np.repeat(docs[:, Doc.Q_ROW].astype(np.int64), -(-docs[:, Doc.K_ROWS] // n))
+
+
+def _aligned(docs: Int32, all_keys: bool) -> bool:
+    """Panels of one sequence have neighbouring queries. Each sees as many more keys than the one before as it has
+    queries, or all of them see all keys."""
+    seeing = docs[(docs[:, Doc.Q_ROWS] > 0) & (docs[:, Doc.K_ROWS] > 0)]
+    seeing = seeing[np.argsort(seeing[:, Doc.Q_ROW])]
+    before, panel = seeing[:-1], seeing[1:]
+    shared: Bool = before[:, Doc.K_ROW] == panel[:, Doc.K_ROW]
+    more = panel[:, Doc.K_ROWS] - before[:, Doc.K_ROWS]
+    adjacent = panel[:, Doc.Q_ROW] == before[:, Doc.Q_ROW] + before[:, Doc.Q_ROWS]
+    expected = 0 if all_keys else panel[:, Doc.Q_ROWS]
+    return bool((adjacent & (more == expected))[shared].all())

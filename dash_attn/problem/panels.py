@@ -1,0 +1,68 @@
+"""Panels: the query rows of a problem, cut into ranges. A panel is the part of one sequence that is in one range."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.problem.mask import Mask
+
+Longs = npt.NDArray[np.int64]
+
+
+class Panel(NamedTuple):
+    """Queries of one sequence, and the keys that they see. A panel is planned as if it were a sequence.
+
+    Rows are counted in the tensors flattened over the batch. The keys of a panel begin at the first key of its
+    sequence, so panels of one sequence share keys.
+
+    after     queries that would follow, if the last one were to stand at the last key: 0 unless the window has a right
+              side, or a left side alone
+    sequence  the number of its sequence in Problem.sequences
+    """
+
+    q_row: int
+    k_row: int
+    len_q: int
+    len_k: int
+    after: int = 0
+    sequence: int = 0
+
+    @property
+    def kind(self) -> tuple[int, int, int]:
+        """Panels of one problem with equal kinds have equal plans."""
+        return self.len_q, self.len_k, self.after
+
+
+def cut(sequences: Longs, len_q: int, panels: int, mask: Mask) -> Longs:
+    """The panels of all sequences as rows of a table. The columns are the fields of Panel.
+
+    `sequences` has the columns of Sequence, for batch entries of `len_q` queries. Each batch entry is cut into `panels`
+    ranges of equal length; the last ones may be shorter or empty. A sequence has a panel for each range that it has
+    queries in. A sequence without queries has one panel.
+    """
+    size = max(1, -(-len_q // panels))
+    q_row, _, rows, _ = sequences.T
+    begin = q_row % max(1, len_q)  # in its batch entry
+    first = begin // size
+    counts = np.where(rows > 0, (begin + rows - 1) // size - first + 1, 1)
+    of = np.repeat(np.arange(len(sequences)), counts)
+    number = np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts) + first[of]
+    q_row, k_row, rows, keys = sequences[of].T
+    low = np.maximum(number * size - begin[of], 0)
+    high = np.minimum((number + 1) * size - begin[of], rows)
+    end, after = _seen(high, rows, keys, mask)
+    table = np.stack([q_row + low, k_row, high - low, end, after, of], axis=1)
+    table.flags.writeable = False
+    return table
+
+
+def _seen(high: Longs, rows: Longs, keys: Longs, mask: Mask) -> tuple[Longs, Longs]:
+    """The number of keys that the queries before `high` of a sequence see, and Panel.after."""
+    stands = keys - rows + high  # one past the key at which the last query stands
+    if mask.right is None:
+        return keys, np.zeros_like(keys) if mask.left is None else np.where(rows > 0, rows - high, 0)
+    end = np.where(rows > 0, np.clip(stands + max(mask.right, 0), 0, keys), keys)
+    return end, np.where((rows > 0) & (end > 0) & (not mask.is_blind), end - stands, 0)
