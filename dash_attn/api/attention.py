@@ -68,7 +68,7 @@ class TracedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, plain: tuple[Posed, Order]
     ) -> tuple[Tensor, Tensor]:
         posed, order = plain
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed)
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed, order.panels)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
         ctx.mark_non_differentiable(lse)
         ctx.posed, ctx.order = posed, order
@@ -204,14 +204,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, T
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale, asked.panels), _order(asked)))
+        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), _order(asked)))
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if _is_watched(q, k, v):
-        posed = Posed.of(prepared.problem.mask, asked.scale, asked.panels)
-        return _traced(q, k, v, (None, None), (posed, _order(asked)))
+        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
     return _apply(q, k, v, prepared)
@@ -250,7 +249,7 @@ def _traced(
 
 
 def _order(asked: Arguments) -> Order:
-    return Order(asked.policy, asked.deterministic, asked.sm_margin)
+    return Order(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -20,17 +20,16 @@ from dash_attn.problem import Documents, Mask, TileMask
 
 
 class Posed(NamedTuple):
-    """A mask, a scale and panels in types that an operator can take. A window side of -1 means no limit."""
+    """A mask and a scale in types that an operator can take. A window side of -1 means no limit."""
 
     left: int
     right: int
     documents: list[int]  # cu_q, then cu_k
     tiles: str  # cell_m, cell_n, rows, columns, bits in hexadecimal
     scale: float | None
-    panels: int = 1
 
     @staticmethod
-    def of(mask: Mask, scale: float | None, panels: int = 1) -> Posed:
+    def of(mask: Mask, scale: float | None) -> Posed:
         cu, cells = mask.documents, mask.tiles
         return Posed(
             -1 if mask.left is None else mask.left,
@@ -40,7 +39,6 @@ class Posed(NamedTuple):
             if cells is None
             else f"{cells.cell_m} {cells.cell_n} {cells.shape[0]} {cells.shape[1]} {_hex(cells.bits)}",
             None if scale is None else float(scale),
-            panels,
         )
 
     def mask(self) -> Mask:
@@ -58,11 +56,12 @@ class Posed(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The arguments of the backward beside the problem, in types that an operator can take."""
+    """The arguments that fix the order and not the answer, in types that an operator can take."""
 
     policy: str = "auto"
     deterministic: bool | None = None
     sm_margin: int = 0
+    panels: int = 1
 
 
 @torch.library.custom_op("dash_attn::forward", mutates_args=())
@@ -77,10 +76,10 @@ def forward(
     documents: Sequence[int],
     tiles: str,
     scale: float | None,
-    panels: int,
+    panels: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    posed = Posed(left, right, list(documents), tiles, scale, panels)
-    return _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order()).forward(q, k, v)
+    posed = Posed(left, right, list(documents), tiles, scale)
+    return _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels)).forward(q, k, v)
 
 
 @torch.library.custom_op("dash_attn::backward", mutates_args=())
@@ -98,13 +97,12 @@ def backward(
     documents: Sequence[int],
     tiles: str,
     scale: float | None,
-    panels: int,
     policy: str,
     deterministic: bool | None,
     sm_margin: int,
+    panels: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    posed = Posed(left, right, list(documents), tiles, scale, panels)
-    order = Order(policy, deterministic, sm_margin)
+    posed, order = Posed(left, right, list(documents), tiles, scale), Order(policy, deterministic, sm_margin, panels)
     prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order)
     return prepared.backward(Operands(dout, q, k, v, out, lse))
 
@@ -125,14 +123,14 @@ def _prepared(
 ) -> Prepared:
     # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
     options = Options(wants_determinism(order.deterministic), order.sm_margin)
-    plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.panels)
+    plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale)
     q, k = q_and_k
-    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, order.policy, options)
+    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, order.policy, order.panels, options)
 
     def checked() -> Prepared:
         cu_q, cu_k = boundaries
         packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k)
-        problem = pose(q, k, posed.mask() & packing, posed.scale, posed.panels)
+        problem = pose(q, k, posed.mask() & packing, posed.scale, order.panels)
         return prepare(problem, order.policy, options, q.device)
 
     return recall(key, checked)

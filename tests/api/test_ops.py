@@ -77,11 +77,11 @@ def test_names_and_schemas_are_stable() -> None:
     posed = "SymInt left, SymInt right, SymInt[] documents, str tiles, float? scale"
     cu = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
     assert str(torch.ops.dash_attn.forward.default._schema) == (
-        f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}) -> (Tensor, Tensor)"
+        f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}, SymInt panels=1) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         f"dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {cu}, {posed}, "
-        "str policy, bool? deterministic, SymInt sm_margin) -> (Tensor, Tensor, Tensor)"
+        "str policy, bool? deterministic, SymInt sm_margin, SymInt panels=1) -> (Tensor, Tensor, Tensor)"
     )
 
 
@@ -107,7 +107,9 @@ COMPILED: list[tuple[Callable[..., Any], bool, dict[str, object]]] = [
     (attention, False, {}),
     (attention, False, {"window": (20, -1), "policy": "descending", "deterministic": True}),
     (attention, False, {"mask": CELLS, "causal": True, "scale": 0.1}),
+    (attention, False, {"causal": True, "panels": 3}),
     (attention, True, {"cu_seqlens": [0, 100, LENGTH]}),
+    (attention, True, {"cu_seqlens": CU, "panels": 2}),
     (attention, True, {"cu_seqlens": CU, "cu_seqlens_k": [0, 50, LENGTH], "mask": documents([0, 200, LENGTH])}),
     (attention, False, {"window": (20, -3)}),
     (attention, True, {"cu_seqlens": CU, "window": (-3, 20)}),

@@ -101,7 +101,7 @@ def test_errors_say_what_was_wrong() -> None:
             grid(states, Problem(1, 1, 1, 4, 4), TileShape(2, 2))
     with pytest.raises(ValueError, match="a tile must be at least 1x1, got 0x128"):
         TileShape(0, 128)
-    with pytest.raises(ValueError, match=r"documents\(2\) has documents.*Problem.alone\(sequence\)"):
+    with pytest.raises(ValueError, match=r"documents\(2\) has documents.*Problem.alone\(panel\)"):
         tile(Problem(1, 1, 1, 8, 8, mask=documents([0, 3, 8], causal=True)), TileShape(4, 4))
     mask = tiles(np.ones((2, 2)), 96, 128)
     with pytest.raises(ValueError, match="cells of 96x128 must be multiples of the tile 64x128"):
