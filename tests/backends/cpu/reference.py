@@ -35,8 +35,8 @@ def by_torch(problem: Problem, given: Operands) -> tuple[Tensor, ...]:
 
 
 def ordered(problem: Problem, shape: TileShape, policy: str = "auto") -> Planned:
-    """The plan of a problem, or of each of its documents, with tiles of any shape."""
-    return Pack(problem, lambda _: shape, policy) if problem.is_packed else plan(problem, shape, policy)
+    """The plan of a problem, or of each of its documents or panels, with tiles of any shape."""
+    return Pack(problem, lambda _: shape, policy) if problem.has_parts else plan(problem, shape, policy)
 
 
 def run(planned: Planned, given: Operands, *, workers: int | None = None, **config: object) -> Gradients:

@@ -6,8 +6,11 @@ import torch
 
 from dash_attn.backends import Options
 from dash_attn.backends.sm90 import backend, launch
+from dash_attn.backends.sm90.workspace import kv_sums
+from dash_attn.pack import Pack, assemble
 from dash_attn.plan import placement, plan
-from dash_attn.problem import CAUSAL, Mask, Problem, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.tiling import TileShape
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, window(64, 0), window(100, 30)], ids=str)
@@ -32,3 +35,51 @@ def test_tables_are_the_program(mask: Mask, workers: int, monkeypatch):
         rows = mask.intervals(700, 700)
         assert all(np.array_equal(a.numpy(), b) for a, b in zip((tables.row_lo, tables.row_hi), rows, strict=True))
     assert all(t.is_contiguous() and t.dtype == torch.int32 for t in (tables.chains, tables.runs, tables.worker_first))
+
+
+CUT = {
+    "causal": Problem(2, 4, 2, 700, 700, 128, mask=CAUSAL, panels=3),
+    "one q head for each kv head": Problem(1, 2, 2, 700, 900, 64, mask=FULL, panels=2),
+    "documents": Problem(1, 4, 2, 700, 700, 128, mask=documents([0, 100, 100, 700], causal=True), panels=4),
+}
+
+
+@pytest.mark.parametrize("problem", CUT.values(), ids=CUT)
+def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
+    """The last kernel folds, and the sums have a place for each kv tile of each panel."""
+    cpu, kinds = torch.device("cpu"), list[bool]()
+    monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
+    monkeypatch.setattr(launch, "kernels", lambda cfg, folds: kinds.append(folds) or (None, None, None, None))
+    monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
+    sm90 = backend.Sm90Backend(cpu)
+    shape = sm90.tile_shape(problem)
+    made = assemble(problem, shape)
+    run = backend.pack_launch_of(Pack(problem, sm90.tile_shape), Options(), cpu)
+    assert kinds == [True] and run.cfg.cut and run.cfg.packed
+    folds, parts = run.tables.kv_tiles
+    assert np.array_equal(folds.numpy(), made.folds) and np.array_equal(parts.numpy(), made.parts)
+    assert run.tables.n_kv == sum(-(-panel.len_k // shape.n) for panel in problem.panel_list) > len(made.folds)
+    k = torch.empty(1, problem.batch * problem.len_k, problem.heads_kv, problem.dim, dtype=torch.bfloat16)
+    _, sums = kv_sums(run.cfg, k, run.tables.n_kv)
+    assert sums.shape[:2] == (problem.heads_kv, run.tables.n_kv)
+    whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
+    queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
+    assert whole == 4 * sums.numel() + sum(backend._workspace_bytes(plan(each, shape)) for each in queries)
+
+
+def test_without_panels_nothing_is_folded(monkeypatch):
+    cpu, kinds = torch.device("cpu"), list[bool]()
+    monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
+    monkeypatch.setattr(launch, "kernels", lambda cfg, folds: kinds.append(folds) or (None, None, None, None))
+    monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
+    problem = Problem(1, 4, 2, 700, 700, 128, mask=documents([0, 100, 700], causal=True))
+    run = backend.pack_launch_of(Pack(problem, lambda _: TileShape(64, 128)), Options(), cpu)
+    (kv_tiles,) = run.tables.kv_tiles
+    assert kinds == [False] and run.tables.n_kv == len(kv_tiles) == 1 + 5
+
+
+def test_panels_of_a_window_with_a_right_side_are_refused():
+    problem = Problem(1, 4, 2, 700, 700, 128, mask=window(100, 20), panels=2)
+    for ask in (backend.Sm90Backend(torch.device("cuda")).forward, backend.config_of):
+        with pytest.raises(NotImplementedError, match=r"panels is 2.*after their position.*leave panels at 1"):
+            ask(problem)
