@@ -1,5 +1,8 @@
-"""The tables of a pack: which sequence has which rows, tiles, tickets and order. With panels, read "panel" for
-"sequence": a panel is planned and run as a sequence, and shares keys with the other panels of its sequence."""
+"""The tables of a pack: which sequence has which rows, tiles, tickets and order.
+
+If Problem.panels cuts the queries into ranges, the part of a sequence in one range takes the place of a sequence in these
+tables. Parts of one sequence share keys.
+"""
 
 from __future__ import annotations
 

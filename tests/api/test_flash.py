@@ -84,6 +84,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"window_size": None, "softcap": None, "deterministic": True}, {}),
     ({"window_size": (None, 3), "deterministic": False}, {"window": (-1, 3)}),
     ({"num_splits": 0, "pack_gqa": True, "sm_margin": 4, "dropout_p": 0.0, "attention_chunk": 0}, {}),
+    ({"causal": True, "panels": 3}, {"causal": True, "panels": 3}),
 ]
 
 
