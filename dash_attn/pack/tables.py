@@ -1,7 +1,7 @@
 """The tables of a pack: which sequence has which rows, tiles, tickets and order.
 
-If Problem.panels cuts the queries into ranges, the part of a sequence in one range takes the place of a sequence in these
-tables. Parts of one sequence share keys.
+If Problem.panels cuts the queries into ranges, the part of a sequence in one range takes the place of a sequence here.
+Parts of one sequence share keys.
 """
 
 from __future__ import annotations
