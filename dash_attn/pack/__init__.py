@@ -3,7 +3,7 @@
 from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
 from dash_attn.pack.pack import Pack, Planned
-from dash_attn.pack.tables import Assembly, Doc, Fold, PackedChain, Part, Sizes
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Round, Sizes
 
 __all__ = [
     "Assembly",
@@ -11,9 +11,11 @@ __all__ = [
     "Doc",
     "Fold",
     "Pack",
+    "PackedBundle",
     "PackedChain",
     "Part",
     "Planned",
+    "Round",
     "Sizes",
     "assemble",
     "check",

@@ -7,7 +7,8 @@ import numpy as np
 from dash_attn.jit import compiled
 from dash_attn.pack.checks import check
 from dash_attn.pack.folds import fold_tables
-from dash_attn.pack.tables import Assembly, Doc, Fold, PackedChain, Part, Sizes
+from dash_attn.pack.rounds import launch
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes
 from dash_attn.pack.templates import Fact, Family, Template, templates
 from dash_attn.problem import Problem, Sequence
 from dash_attn.program.program import MOST, Int32, Longs
@@ -30,12 +31,14 @@ def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assemb
     sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full)
     if max(rows) > MOST or problem.heads_q * int(facts[:, Fact.BUNDLES].max()) * len(table) > MOST:
         raise ValueError(f"{rows[0]} queries and {rows[1]} keys in a pack are more than its tables can number")
-    docs, q_tiles, kv_tiles, tickets = _instances(
+    docs, templates_of, q_tiles, kv_tiles = _instances(
         table, np.array(template_of), facts, (problem.heads_kv, shape.m, shape.n), len(Doc)
     )
+    rounds, tickets = launch(docs, templates_of, facts[:, Fact.ROUNDS], np.concatenate([each.rounds for each in used]))
     made = Assembly(
         sizes,
         docs,
+        rounds,
         *_joined(used, facts),
         q_tiles,
         kv_tiles,
@@ -51,7 +54,8 @@ def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assemb
 
 @compiled
 def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-untyped-def]
-    """The tables `docs`, `q_tiles` and `kv_tiles`, and the number of tickets. Sequences with most tasks come first."""
+    """The table `docs`, the template of each row, and the tables `q_tiles` and `kv_tiles`. Sequences with most tasks
+    come first."""
     heads_kv, m, n = sizes
     first_bundle, first_contributors = np.zeros(len(facts), np.int64), np.zeros(len(facts), np.int64)
     for t in range(1, len(facts)):
@@ -63,38 +67,37 @@ def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-unty
         total_kv += (table[s, 3] + n - 1) // n
     docs = np.empty((len(table), width), np.int32)
     q_tiles, kv_tiles = np.empty((total_q, 2), np.int32), np.empty((total_kv, 2), np.int32)
-    ticket, q_tile, kv_tile = 0, 0, 0
-    launch = np.argsort(-facts[template_of, Fact.TASKS], kind="mergesort")  # stable
-    for d in range(len(launch)):
-        s = launch[d]
+    q_tile, kv_tile = 0, 0
+    order = np.argsort(-facts[template_of, Fact.TASKS], kind="mergesort")  # stable
+    for d in range(len(order)):
+        s = order[d]
         t, doc = template_of[s], docs[d]
         q_row, k_row, len_q, len_k = table[s]
-        doc[Doc.TICKET], doc[Doc.Q_TILE], doc[Doc.KV_TILE] = ticket, q_tile, kv_tile
+        doc[Doc.Q_TILE], doc[Doc.KV_TILE] = q_tile, kv_tile
         doc[Doc.Q_ROW], doc[Doc.K_ROW], doc[Doc.Q_ROWS], doc[Doc.K_ROWS] = q_row, k_row, len_q, len_k
         doc[Doc.BUNDLE], doc[Doc.BUNDLES] = first_bundle[t], facts[t, Fact.BUNDLES]
         doc[Doc.CONTRIBUTORS] = first_contributors[t]
         doc[Doc.PANELS] = heads_kv * max(1, facts[t, Fact.SHARE])
-        ticket += doc[Doc.PANELS] * facts[t, Fact.BUNDLES]
         for row in range(0, len_q, m):
             q_tiles[q_tile, 0], q_tiles[q_tile, 1] = q_row + row, min(m, len_q - row)
             q_tile += 1
         for row in range(0, len_k, n):
             kv_tiles[kv_tile, 0], kv_tiles[kv_tile, 1] = k_row + row, min(n, len_k - row)
             kv_tile += 1
-    return docs, q_tiles, kv_tiles, ticket
+    return docs, template_of[order], q_tiles, kv_tiles
 
 
-def _before(counts: Longs) -> Longs:
-    """The sum of all counts before each."""
-    before: Longs = counts.cumsum() - counts
-    return before
+def _before(facts: Longs, rows: Fact, of: Fact) -> Int32:
+    """For each row of the joined table `of`: how many `rows` the templates before its own have."""
+    counts = facts[:, rows]
+    return np.repeat(counts.cumsum() - counts, facts[:, of]).astype(np.int32)
 
 
 def _joined(used: list[Template], facts: Longs) -> tuple[Int32, Int32, Int32, Int32]:
     """The tables of the templates, one after the other: bundles, chains, runs, contributors."""
     bundles = np.concatenate([each.bundles for each in used])
     chains = np.concatenate([each.chains for each in used])
-    bundles[:, 0] += np.repeat(_before(facts[:, Fact.CHAINS]), facts[:, Fact.BUNDLES]).astype(np.int32)
-    chains[:, PackedChain.FIRST_RUN] += np.repeat(_before(facts[:, Fact.RUNS]), facts[:, Fact.CHAINS]).astype(np.int32)
+    bundles[:, PackedBundle.FIRST_CHAIN] += _before(facts, Fact.CHAINS, Fact.BUNDLES)
+    chains[:, PackedChain.FIRST_RUN] += _before(facts, Fact.RUNS, Fact.CHAINS)
     runs, contributors = (np.concatenate([getattr(t, name) for t in used]) for name in ("runs", "contributors"))
     return bundles, chains, runs, contributors

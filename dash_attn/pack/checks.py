@@ -8,7 +8,7 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.pack.folds import fold_fault
-from dash_attn.pack.tables import Assembly, Doc, PackedChain
+from dash_attn.pack.tables import Assembly, Doc, PackedBundle, PackedChain, Round
 from dash_attn.program import Run
 
 
@@ -34,11 +34,15 @@ class Fault(IntEnum):
     CONTRIBUTORS = 12
     TASKS = 13
     PANELS = 14
+    ROUNDS = 15
+    AWAITS = 16
 
 
 SAID = {
     Fault.NEGATIVE: "a number of the sequence is negative",
-    Fault.TICKETS: "its tickets do not follow those of the sequence before",
+    Fault.TICKETS: "the tickets of a round do not follow those of the round before",
+    Fault.ROUNDS: "its rounds are not its bundles, each of them once and in their order",
+    Fault.AWAITS: "a bundle awaits bundles of another round, or not those that the bundle before awaits",
     Fault.IDLE: "a sequence has tickets exactly if it has queries and keys",
     Fault.TILE_NUMBERS: "its tiles do not follow those of the sequence before",
     Fault.TILES: "tiles are missing, or too many",
@@ -64,7 +68,7 @@ def check(assembly: Assembly) -> None:
     sizes, docs = assembly.sizes, assembly.docs
     shape = sizes.shape.m, sizes.shape.n
     heads = sizes.heads_q, sizes.heads_kv
-    fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads, assembly.tickets))
+    fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads))
     if fault == Fault.NONE:
         columns = ((Doc.Q_ROW, Doc.Q_ROWS, sizes.rows_q), (Doc.K_ROW, Doc.K_ROWS, sizes.rows_k))
         for first, count, rows in columns if sizes.panels == 1 else columns[:1]:
@@ -75,28 +79,27 @@ def check(assembly: Assembly) -> None:
             raise AssemblyError(f"the tables of the pack are wrong: {wrong}")
         tables = assembly.bundles, assembly.chains, assembly.runs, assembly.contributors
         fault, row = _template_fault(docs, *tables, (*shape, sizes.heads_q))
+    if fault == Fault.NONE:
+        fault, row = _round_fault(assembly.rounds, docs, assembly.bundles, assembly.tickets)
     if fault != Fault.NONE:
         raise AssemblyError(f"the tables of the pack are wrong, sequence {row} of `docs`: {SAID[Fault(int(fault))]}")
 
 
 @compiled
 def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-def]
-    """The first fault of rows, tiles and tickets, and its row of `docs`."""
-    m, n, heads_q, heads_kv, tickets = sizes
-    ticket, q_tile, kv_tile = 0, 0, 0
+    """The first fault of rows and tiles, and its row of `docs`."""
+    m, n, heads_q, heads_kv = sizes
+    q_tile, kv_tile = 0, 0
     for d in range(len(docs)):
         doc = docs[d]
         if doc.min() < 0:
             return Fault.NEGATIVE, d
-        if doc[Doc.TICKET] != ticket:
-            return Fault.TICKETS, d
         if (doc[Doc.BUNDLES] > 0) != (doc[Doc.Q_ROWS] > 0 and doc[Doc.K_ROWS] > 0):
             return Fault.IDLE, d
         if doc[Doc.Q_TILE] != q_tile or doc[Doc.KV_TILE] != kv_tile:
             return Fault.TILE_NUMBERS, d
         if doc[Doc.PANELS] != heads_q and doc[Doc.PANELS] != heads_kv:
             return Fault.PANELS, d
-        ticket += doc[Doc.PANELS] * doc[Doc.BUNDLES]
         for row in range(0, doc[Doc.Q_ROWS], m):
             if q_tile >= len(q_tiles):
                 return Fault.TILES, d
@@ -111,9 +114,33 @@ def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-
             kv_tile += 1
     if q_tile != len(q_tiles) or kv_tile != len(kv_tiles):
         return Fault.TILES, len(docs) - 1
-    if ticket != tickets:
-        return Fault.TICKETS, len(docs) - 1
     return Fault.NONE, 0
+
+
+@compiled
+def _round_fault(rounds, docs, bundles, tickets):  # type: ignore[no-untyped-def]
+    """The first fault of rounds and tickets, and its row of `docs`."""
+    ticket, next_bundle = 0, docs[:, Doc.BUNDLE].copy()
+    for r in range(len(rounds)):
+        d, begin, count = rounds[r, Round.DOC], rounds[r, Round.BUNDLE], rounds[r, Round.BUNDLES]
+        if d < 0 or d >= len(docs):
+            return Fault.ROUNDS, 0
+        if rounds[r, Round.TICKET] != ticket:
+            return Fault.TICKETS, d
+        if begin != next_bundle[d] or count < 1 or begin + count > docs[d, Doc.BUNDLE] + docs[d, Doc.BUNDLES]:
+            return Fault.ROUNDS, d
+        last = begin - 1
+        for b in range(begin, begin + count):
+            reached = b + bundles[b, PackedBundle.AWAITS]
+            if reached < b or reached >= begin + count or (b <= last and reached != last):
+                return Fault.AWAITS, d
+            last = reached
+        next_bundle[d] += count
+        ticket += docs[d, Doc.PANELS] * count
+    for d in range(len(docs)):
+        if next_bundle[d] != docs[d, Doc.BUNDLE] + docs[d, Doc.BUNDLES]:
+            return Fault.ROUNDS, d
+    return (Fault.NONE if ticket == tickets else Fault.TICKETS), len(docs) - 1
 
 
 @compiled
@@ -150,11 +177,12 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
         change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks, from q tile to q tile
         chain, of_doc = -1, 0
         for b in range(begin, begin + count):
+            own, number = bundles[b, PackedBundle.FIRST_CHAIN], bundles[b, PackedBundle.NUM_CHAINS]
             if b == begin:
-                chain = bundles[b, 0]
-            if bundles[b, 0] != chain or chain < 0 or bundles[b, 1] < 1 or chain + bundles[b, 1] > len(chains):
+                chain = own
+            if own != chain or chain < 0 or number < 1 or chain + number > len(chains):
                 return Fault.BUNDLES, d
-            for c in range(chain, chain + bundles[b, 1]):
+            for c in range(chain, chain + number):
                 kv = chains[c, PackedChain.KV_TILE]
                 if kv < 0 or kv >= num_kv or seen[kv] == d:
                     return Fault.KV_TILES, d
@@ -177,7 +205,7 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
                         change[head, low + i * step] += 1
                         change[head, low + i * step + 1] -= 1
                 of_doc += 1
-            chain += bundles[b, 1]
+            chain += number
         if count > 0 and of_doc != num_kv:
             return Fault.CHAINS, d
         for head in range(heads):

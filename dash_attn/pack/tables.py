@@ -16,8 +16,6 @@ from dash_attn.tiling import TileShape
 class Doc(IntEnum):
     """Columns of the table `docs`: one row for each sequence.
 
-    TICKET           its first ticket. It has PANELS * BUNDLES of them. Ticket t of the sequence is bundle t % BUNDLES
-                     of panel t // BUNDLES
     Q_ROW, K_ROW     its first row in the tensors flattened over the batch
     Q_ROWS, K_ROWS   its lengths
     Q_TILE, KV_TILE  its first row of `q_tiles` and of `kv_tiles`
@@ -31,17 +29,43 @@ class Doc(IntEnum):
     not wait for each other. The earlier q heads of a group have earlier tickets, so a chain waits only for those.
     """
 
+    Q_ROW = 0
+    K_ROW = 1
+    Q_ROWS = 2
+    K_ROWS = 3
+    Q_TILE = 4
+    KV_TILE = 5
+    BUNDLE = 6
+    BUNDLES = 7
+    CONTRIBUTORS = 8
+    PANELS = 9
+
+
+class Round(IntEnum):
+    """Columns of the table `rounds`: one row for each round of each sequence, in launch order.
+
+    TICKET           its first ticket. Ticket t of the round is bundle BUNDLE + t % BUNDLES of panel t // BUNDLES
+    DOC              its sequence: a row of `docs`
+    BUNDLE, BUNDLES  its rows of `bundles`, which are some of its sequence's
+
+    The rounds of a sequence come in their order. A bundle waits for bundles of its own round and of earlier tickets.
+    """
+
     TICKET = 0
-    Q_ROW = 1
-    K_ROW = 2
-    Q_ROWS = 3
-    K_ROWS = 4
-    Q_TILE = 5
-    KV_TILE = 6
-    BUNDLE = 7
-    BUNDLES = 8
-    CONTRIBUTORS = 9
-    PANELS = 10
+    DOC = 1
+    BUNDLE = 2
+    BUNDLES = 3
+
+
+class PackedBundle(IntEnum):
+    """Columns of the table `bundles`: the chains that one worker runs back to back.
+
+    AWAITS  so many bundles after it must have begun before its worker may take another ticket
+    """
+
+    FIRST_CHAIN = 0
+    NUM_CHAINS = 1
+    AWAITS = 2
 
 
 class PackedChain(IntEnum):
@@ -103,12 +127,13 @@ class Sizes:
 class Assembly:
     """All sequences of a pack as int32 tables. Rows of a template count tiles from the sequence's first tile.
 
-    docs          one row for each sequence (columns Doc), in launch order: most tasks first
-    bundles       first chain and number of chains
+    docs          one row for each sequence (columns Doc): most tasks first
+    rounds        columns Round
+    bundles       columns PackedBundle
     chains        columns PackedChain. A chain without runs has a row too, because it writes zeros
     runs          columns Run, and a zero
     contributors  contributions to the dQ tile of each q tile of a template
-    q_tiles       first row in the flattened tensor and number of rows, in launch order. Every sequence begins a tile
+    q_tiles       first row in the flattened tensor and number of rows, as in docs. Every sequence begins a tile
     kv_tiles      the same for keys
     folds         columns Fold. Without panels there are none
     parts         columns Part
@@ -120,6 +145,7 @@ class Assembly:
 
     sizes: Sizes
     docs: Int32
+    rounds: Int32
     bundles: Int32
     chains: Int32
     runs: Int32

@@ -10,6 +10,7 @@ from threading import Lock
 import numpy as np
 
 from dash_attn.order import POLICIES, parse
+from dash_attn.pack.rounds import awaited, rounds_of
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
 from dash_attn.program import RUN, Chain, Program
@@ -26,6 +27,7 @@ class Fact(IntEnum):
     """Numbers of a template.
 
     BUNDLES, CHAINS, RUNS, Q_TILES  rows of its tables
+    ROUNDS                          of its bundles
     TASKS                           tasks of one panel
     CO_RESIDENT                     workers that it needs at once
     SHARE                           panels with the same keys and values. More than 1 means that chains are cut. 0 means
@@ -41,22 +43,25 @@ class Fact(IntEnum):
     CO_RESIDENT = 5
     SHARE = 6
     BLIND = 7
+    ROUNDS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
     """The order of one panel, counted from its own first row of each table.
 
-    bundles       first chain and number of chains, in launch order
+    bundles       columns PackedBundle, in launch order
     chains        kv tile, first run and number of runs; the chains of a bundle are neighbours
     runs          the columns RUN, and a zero
     contributors  contributions to the dQ tile of each q tile
+    rounds        the number of bundles of each round
     """
 
     bundles: Int32
     chains: Int32
     runs: Int32
     contributors: Int32
+    rounds: Longs
     facts: tuple[int, ...]  # columns Fact
 
     @property
@@ -64,7 +69,7 @@ class Template:
         return self.bundles.nbytes + self.chains.nbytes + self.runs.nbytes + self.contributors.nbytes
 
     @staticmethod
-    def of(program: Program, co_resident: int) -> Template:
+    def of(program: Program) -> Template:
         """The order of the first panel of a program of one kv head. All panels must have the same order."""
         g = program.geometry
         orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
@@ -79,16 +84,19 @@ class Template:
         runs = np.zeros((len(program.runs), RUN_WIDTH), np.int32)
         runs[:, : len(RUN)] = program.runs
         tasks, blind = program.num_tasks // g.num_groups, int((program.contributors == 0).sum())
-        facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind)
-        bundles = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1).astype(np.int32)
-        return Template(frozen(bundles), frozen(chains), frozen(runs), program.contributors, facts)
+        later = awaited(program)
+        rounds, co_resident = rounds_of(later), 1 + int(later.max())
+        facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind, len(rounds))
+        bundles = np.stack([np.cumsum(sizes) - sizes, sizes, later], axis=1).astype(np.int32)
+        return Template(frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), facts)
 
     @staticmethod
     def idle(q_tiles: int) -> Template:
         """A sequence without queries or without keys has nothing to do."""
         empty = np.zeros((0, RUN_WIDTH), np.int32)
         contributors = frozen(np.zeros(q_tiles, np.int32))
-        return Template(empty[:, :2], empty[:, :3], empty, contributors, (0, 0, 0, q_tiles, 0, 0, 0, q_tiles))
+        facts = (0, 0, 0, q_tiles, 0, 0, 0, q_tiles, 0)
+        return Template(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
 
 
 @dataclass(frozen=True)
@@ -162,7 +170,7 @@ class Templates:
                     "take: choose another policy"
                 )
             planned = plan(problem, family.shape, family.policy)
-            return Template.of(planned.program, planned.co_resident)
+            return Template.of(planned.program)
         return Template.idle(-(-problem.len_q // family.shape.m))
 
 

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dash_attn.pack import Assembly, Doc, PackedChain, Sizes
+import numpy as np
+
+from dash_attn.pack import Assembly, Doc, PackedBundle, PackedChain, Round, Sizes
 from dash_attn.program import Run
 
 
@@ -40,16 +42,21 @@ def first_q_head(sizes: Sizes, panels: int, panel: int) -> int:
     return (panel % sizes.heads_kv) * group + panel // sizes.heads_kv
 
 
+def place_of(assembly: Assembly, ticket: int) -> tuple[int, int, int]:
+    """The sequence, the panel and the row of `bundles` of a ticket."""
+    row = assembly.rounds[np.searchsorted(assembly.rounds[:, Round.TICKET], ticket, side="right") - 1].tolist()
+    panel, bundle = divmod(ticket - row[Round.TICKET], row[Round.BUNDLES])
+    assert panel < assembly.docs[row[Round.DOC], Doc.PANELS]
+    return row[Round.DOC], panel, row[Round.BUNDLE] + bundle
+
+
 def ticket_steps(assembly: Assembly, ticket: int) -> Iterator[PackedTask | ChainEnd]:
     """The tasks and the ends of chains of a ticket, as a worker runs them."""
-    docs, sizes = assembly.docs.tolist(), assembly.sizes
-    number = max(d for d, doc in enumerate(docs) if doc[Doc.BUNDLES] and doc[Doc.TICKET] <= ticket)
-    doc = docs[number]
-    panel, bundle = divmod(ticket - doc[Doc.TICKET], doc[Doc.BUNDLES])
-    assert panel < doc[Doc.PANELS]
+    number, panel, bundle = place_of(assembly, ticket)
+    doc, sizes = assembly.docs[number].tolist(), assembly.sizes
     q_head, group = first_q_head(sizes, doc[Doc.PANELS], panel), sizes.heads_q // sizes.heads_kv
     turn = q_head % group  # with whole groups 0: every panel begins a group
-    first, count = assembly.bundles[doc[Doc.BUNDLE] + bundle].tolist()
+    first, count, _ = assembly.bundles[bundle].tolist()
     for chain in assembly.chains[first : first + count].tolist():
         begin, kv_tile = chain[PackedChain.FIRST_RUN], chain[PackedChain.KV_TILE]
         for run in assembly.runs[begin : begin + chain[PackedChain.NUM_RUNS]].tolist():
@@ -68,28 +75,47 @@ def ticket_steps(assembly: Assembly, ticket: int) -> Iterator[PackedTask | Chain
         yield ChainEnd(number, q_head // group, kv_tile, turn)
 
 
+AHEAD = 3  # tickets that a worker holds at most: it draws a ticket while it still works on the ones before
+
+
 def play(assembly: Assembly, workers: int, drawn: Sequence[int] | None = None) -> list[PackedTask]:
     """All tasks in an order in which they can run. An AssertionError means that all workers wait for ever.
 
-    Tickets are drawn in ascending order, or in the order `drawn`.
+    Tickets are drawn in ascending order, or in the order `drawn`. The first worker draws whenever it may, then the
+    second, and so on.
     """
-    order = range(assembly.tickets) if drawn is None else drawn
-    waiting = [list(ticket_steps(assembly, ticket))[::-1] for ticket in order][::-1]
-    running: list[list[PackedTask | ChainEnd]] = []
+    order = list(range(assembly.tickets) if drawn is None else drawn)
+    held: list[list[list[PackedTask | ChainEnd]]] = [[] for _ in range(workers)]
+    awaited = [-1] * workers
     done: list[PackedTask] = []
     served: Counter[tuple[type, int, int, int]] = Counter()
-    while waiting or running:
-        while waiting and len(running) < workers:
-            running.append(waiting.pop())
+    count = 0
+
+    def draw(worker: int) -> None:
+        nonlocal count
+        ticket = order[count]
+        held[worker].append(list(ticket_steps(assembly, ticket))[::-1])
+        awaited[worker] = count + int(assembly.bundles[place_of(assembly, ticket)[2], PackedBundle.AWAITS])
+        count += 1
+
+    for worker in range(min(workers, len(order))):
+        draw(worker)
+    while any(held):
         moved = False
-        for steps in running:
-            while steps and served[sum_of(steps[-1])] == steps[-1].turn:
-                step = steps.pop()
+        for worker, queue in enumerate(held):
+            while queue and count < len(order) and len(queue) < AHEAD and awaited[worker] < count:
+                draw(worker)
+            while queue and served[sum_of(queue[0][-1])] == queue[0][-1].turn:
+                step = queue[0].pop()
                 served[sum_of(step)] += 1
                 moved = True
                 if isinstance(step, PackedTask):
                     done.append(step)
-        running = [steps for steps in running if steps]
+                if not queue[0]:
+                    queue.pop(0)
+            if not queue and count < len(order):
+                draw(worker)
+                moved = True
         assert moved, "every worker waits for ever"
     return done
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.order import applicable
-from dash_attn.pack import Assembly, Doc, Pack, PackedChain, assemble, check, templates
+from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain
@@ -74,8 +74,8 @@ def test_what_no_task_writes_is_known(problem: Problem, shape: TileShape) -> Non
     assert made.clears_dkv == any(each.len_k and not each.len_q for each in problem.sequences)
     # Other rows of dK and dV are written by chains, also by those without tasks.
     for doc in made.docs.tolist():
-        first, count = (doc[Doc.BUNDLE] + i for i in (0, doc[Doc.BUNDLES]))
-        chains = [c for b in range(first, count) for c in range(made.bundles[b, 0], made.bundles[b].sum())]
+        bundles = made.bundles[doc[Doc.BUNDLE] : doc[Doc.BUNDLE] + doc[Doc.BUNDLES]].tolist()
+        chains = [chain for first, count, _ in bundles for chain in range(first, first + count)]
         expected = -(-doc[Doc.K_ROWS] // shape.n) if doc[Doc.Q_ROWS] else 0
         assert sorted(made.chains[chains, PackedChain.KV_TILE].tolist()) == list(range(expected))
 
@@ -102,7 +102,7 @@ def test_the_longest_sequence_is_launched_first() -> None:
     made = assemble(Problem(1, 2, 1, 60, 60, mask=documents([0, 8, 28, 28, 36, 60], causal=True)), SHAPE, "spt")
     assert made.docs[:, Doc.Q_ROWS].tolist() == [24, 20, 8, 8, 0]
     assert made.docs[:, Doc.Q_ROW].tolist() == [36, 8, 0, 28, 28]  # equals stay in their order
-    assert made.docs[:, Doc.TICKET].tolist() == [0, 3, 6, 7, 8] and made.tickets == 8
+    assert made.rounds.tolist() == [[0, 0, 4, 3], [3, 1, 1, 3], [6, 2, 0, 1], [7, 3, 0, 1]] and made.tickets == 8
     assert made.docs[:, Doc.Q_TILE].tolist() == [0, 6, 11, 13, 15]
     assert made.docs[2, Doc.BUNDLE] == made.docs[3, Doc.BUNDLE] and len(made.chains) == 3 + 3 + 1
     assert made.q_tiles[6:11].tolist() == [[8, 4], [12, 4], [16, 4], [20, 4], [24, 4]]
@@ -111,7 +111,7 @@ def test_the_longest_sequence_is_launched_first() -> None:
 
 
 def tables(made: Assembly) -> list[np.ndarray]:
-    names = ("docs", "bundles", "chains", "runs", "contributors", "q_tiles", "kv_tiles")
+    names = ("docs", "rounds", "bundles", "chains", "runs", "contributors", "q_tiles", "kv_tiles")
     return [getattr(made, name) for name in names]
 
 
@@ -188,7 +188,7 @@ def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
 def test_a_program_whose_panels_differ_is_no_template() -> None:
     heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        templates.Template.of(heads.program, heads.co_resident)
+        templates.Template.of(heads.program)
 
 
 def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:
@@ -205,6 +205,31 @@ def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> No
         assert tasks == dict.fromkeys(range(8), 300 * 301 // 2 + 20 * 21 // 2)
     with pytest.raises(AssertionError, match="waits for ever"):
         play(made, 9)
+
+
+def test_a_worker_that_took_two_chains_of_a_window_would_wait_for_ever() -> None:
+    """Chains of a window wait for each other in a circle. A worker draws its next ticket before it has done its chain,
+    and AWAITS keeps it from drawing another chain of that window."""
+    made = assemble(Problem(1, 2, 2, 64, 64, mask=documents([0, 24, 64])), TileShape(8, 8), "shift:64")
+    later = made.bundles[:, PackedBundle.AWAITS]
+    assert later.tolist() == [2, 1, 0, 4, 3, 2, 1, 0] and made.co_resident == 5
+    assert len(play(made, 5)) == 2 * (5 * 5 + 3 * 3)
+    bundles = made.bundles.copy()
+    bundles[:, PackedBundle.AWAITS] = 0
+    with pytest.raises(AssertionError, match="waits for ever"):
+        play(dataclasses.replace(made, bundles=bundles), 5)
+
+
+def test_rounds_of_a_sequence_are_as_far_apart_as_other_sequences_allow() -> None:
+    """A chain of the second round waits for all chains of the first. Until then other sequences run."""
+    problem = Problem(1, 32, 32, 200, 200, mask=documents(range(0, 201, 40)))
+    made = assemble(problem, TileShape(8, 8), "shift:2")  # of 5 kv tiles: rounds of 2, 2 and 1 bundles
+    last, far = dict[int, int](), list[bool]()
+    for ticket, doc, _, _ in made.rounds.tolist():
+        if doc in last:
+            far.append(ticket - last[doc] >= 128)
+        last[doc] = ticket
+    assert far == [True] * 8 + [False] * 2  # nothing is left to come between the rounds of the last sequence
 
 
 @examples(100)

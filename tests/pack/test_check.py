@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.pack import Assembly, AssemblyError, Doc, PackedChain, assemble, check
+from dash_attn.pack import Assembly, AssemblyError, Doc, PackedBundle, PackedChain, Round, assemble, check
 from dash_attn.problem import Problem, documents
 from dash_attn.program import Run
 from dash_attn.tiling import TileShape
@@ -74,7 +74,7 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
         "a row is in two sequences.*of k",
     ),
     "rows outside": (replace(made(), sizes=replace(made().sizes, rows_q=259)), "a row is in two sequences, or in none"),
-    "a sequence is missing": (changed(docs=lambda docs: np.delete(docs, 0, 0)), "tickets do not follow"),
+    "a sequence is missing": (changed(docs=lambda docs: np.delete(docs, 0, 0)), "tiles do not follow"),
     "the last sequence is missing": (changed(docs=lambda docs: docs[:7]), "tiles are missing"),
     "a q tile is missing": (changed(q_tiles=lambda tiles: tiles[:-1]), "tiles are missing"),
     "a q tile too many": (changed(q_tiles=lambda tiles: tiles[[*range(len(tiles)), -1]]), "tiles are missing, or too"),
@@ -86,21 +86,29 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
     "a sequence is shorter": (changed(docs=add(0, ROWS, -8)), "tile"),
     "wrong first tile": (changed(docs=add(1, TILE, 1)), "tiles do not follow"),
     "wrong first kv tile": (changed(docs=add(1, Doc.KV_TILE, -1)), "tiles do not follow"),
-    "wrong first ticket": (changed(docs=add(1, Doc.TICKET, 1)), "tickets do not follow"),
-    "two sequences with one ticket": (changed(docs=put(1, Doc.TICKET, 0)), "tickets do not follow"),
-    "a ticket less": (replace(made(), tickets=made().tickets - 1), "tickets do not follow"),
-    "a ticket more": (replace(made(), tickets=made().tickets + 1), "tickets do not follow"),
+    "wrong first ticket": (changed(rounds=add(1, Round.TICKET, 1)), "tickets of a round do not follow"),
+    "two rounds with one ticket": (changed(rounds=put(1, Round.TICKET, 0)), "tickets of a round do not follow"),
+    "a round of no sequence": (changed(rounds=put(0, Round.DOC, 99)), "rounds are not its bundles"),
+    "a round of another sequence": (changed(rounds=put(0, Round.DOC, 2)), "rounds are not its bundles"),
+    "a round with too many bundles": (changed(rounds=add(0, Round.BUNDLES, 1)), "rounds are not its bundles"),
+    "a round is missing": (changed(rounds=lambda rounds: rounds[:-1]), "rounds are not its bundles"),
+    "a round twice": (changed(rounds=lambda rounds: rounds[[0, *range(len(rounds))]]), "tickets of a round"),
+    "a bundle awaits another round": (changed(bundles=put(0, PackedBundle.AWAITS, 99)), "awaits bundles of another"),
+    "a bundle awaits an earlier one": (changed(bundles=put(1, PackedBundle.AWAITS, -1)), "awaits bundles of another"),
+    "a bundle awaits one that does not await it": (changed(bundles=put(3, PackedBundle.AWAITS, 2)), "or not those"),
+    "a ticket less": (replace(made(), tickets=made().tickets - 1), "tickets of a round do not follow"),
+    "a ticket more": (replace(made(), tickets=made().tickets + 1), "tickets of a round do not follow"),
     "a sequence without work has tickets": (changed(docs=put(8, Doc.BUNDLES, 1)), "exactly if it has queries and keys"),
     "a sequence with work has none": (changed(docs=put(7, Doc.BUNDLES, 0)), "exactly if it has queries and keys"),
     "panels of no kind": (changed(docs=put(0, Doc.PANELS, 3)), "neither kv heads nor q heads"),
-    "a whole group cut": (changed(docs=put(0, Doc.PANELS, 4)), "tickets do not follow"),
-    "the last whole group cut": (changed(docs=put(7, Doc.PANELS, 4)), "tickets do not follow"),
+    "a whole group cut": (changed(docs=put(0, Doc.PANELS, 4)), "heads of the sequence"),
+    "the last whole group cut": (changed(docs=put(7, Doc.PANELS, 4)), "heads of the sequence"),
     "negative": (changed(docs=put(0, ROWS, -59)), "negative"),
-    "documents swapped": (changed(docs=swap()), "tickets do not follow"),
-    "documents of one length swapped": (changed(docs=swap(rows=(2, 3))), "tickets do not follow"),
+    "documents swapped": (changed(docs=swap()), "tiles do not follow"),
+    "documents of one length swapped": (changed(docs=swap(rows=(2, 3))), "tiles do not follow"),
     "rows of documents swapped": (changed(docs=swap(ROW, Doc.K_ROW, ROWS, Doc.K_ROWS)), "tile"),
     "rows of documents of one length swapped": (changed(docs=swap(ROW, rows=(2, 3))), "tile is not cut from the rows"),
-    "templates of documents swapped": (changed(docs=swap(*TEMPLATE)), "tickets do not follow"),
+    "templates of documents swapped": (changed(docs=swap(*TEMPLATE)), "one chain for each"),
     "orders of documents swapped": (changed(docs=swap(Doc.BUNDLE)), "template"),
     "contributors of documents swapped": (changed(docs=swap(Doc.CONTRIBUTORS)), "tasks are not the contributions"),
     "bundles outside": (changed(docs=put(0, Doc.BUNDLE, 10**6)), "bundles are outside"),
@@ -139,7 +147,7 @@ def test_the_right_pack_is_taken() -> None:
 def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> None:
     """No number of these tables is free. A sequence without tokens may have its rows and its template anywhere,
     and panels of either kind."""
-    name = data.draw(st.sampled_from(["docs", "q_tiles", "kv_tiles"]))
+    name = data.draw(st.sampled_from(["docs", "rounds", "q_tiles", "kv_tiles"]))
     table = getattr(made(), name)
     row, column = data.draw(st.integers(0, len(table) - 1)), data.draw(st.integers(0, table.shape[1] - 1))
     free = (ROW, Doc.K_ROW, Doc.BUNDLE, Doc.CONTRIBUTORS)
@@ -149,7 +157,7 @@ def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> No
     if name == "docs" and not table[row, ROWS] and column == Doc.PANELS and value == made().sizes.heads_q:
         return
     wrong = changed(**{name: put(row, column, value)})
-    if name == "docs" and column == Doc.BUNDLE:
+    if name == "docs" and column in (Doc.BUNDLE, Doc.CONTRIBUTORS):
         assert _is_refused(wrong) or _same_order(wrong)
     else:
         assert _is_refused(wrong)

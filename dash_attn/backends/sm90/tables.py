@@ -80,7 +80,7 @@ class DeviceTables:
 class PackedTables:
     """The tables of a pack that the kernels read: int32, contiguous."""
 
-    program: tuple[Tensor, ...]  # docs, bundles, chains, runs and contributors
+    program: tuple[Tensor, ...]  # docs, rounds, bundles, chains, runs and contributors
     q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
     kv_tiles: tuple[Tensor, ...]  # the same for keys. With panels: the tables folds and parts
     n_kv: int  # kv tiles, of all panels
@@ -102,13 +102,13 @@ class PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         check_turns(pack.contributors)
         keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 else (pack.kv_tiles,)
-        parts = [pack.docs, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, *keys]
-        views = joined(parts, device)
-        program, q_tiles, kv_tiles = tuple(views[:5]), (views[5],), tuple(views[6:])
+        program = [pack.docs, pack.rounds, pack.bundles, pack.chains, pack.runs, pack.contributors]
+        views, n = joined([*program, pack.q_tiles, *keys], device), len(program)
+        q_tiles, kv_tiles = (views[n],), tuple(views[n + 1 :])
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
         facts = (min(workers, pack.tickets), pack.tickets, left, right)
         clears = pack.clears_dq, pack.clears_dkv
-        return PackedTables(program, q_tiles, kv_tiles, len(pack.kv_tiles), facts, *clears)
+        return PackedTables(tuple(views[:n]), q_tiles, kv_tiles, len(pack.kv_tiles), facts, *clears)
 
 
 def check_turns(contributors: npt.NDArray[np.int32]) -> None:

@@ -28,9 +28,10 @@ class Tables(NamedTuple):
 class PackTables(NamedTuple):
     """The templates of a pack and its sequences, as pack.Assembly has them: int32, read-only."""
 
-    docs: Any  # [D, len(Doc)], columns of pack.Doc: the sequences in launch order
-    bundles: Any  # [B, 2]: first chain, number of chains
-    chains: Any  # [C, 3]: kv tile, first run, number of runs
+    docs: Any  # [D, len(Doc)], columns of pack.Doc: the sequences
+    rounds: Any  # [W, len(Round)], columns of pack.Round: which tickets belong to which sequence
+    bundles: Any  # [B, len(PackedBundle)], columns of pack.PackedBundle
+    chains: Any  # [C, len(PackedChain)], columns of pack.PackedChain
     runs: Any  # [R, 8], columns of program.Run and one of zeros
     contributors: Any  # contributions to each dQ tile, template by template
 

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dash_attn.pack import Doc, Fold, Part
+from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
 from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
@@ -93,8 +93,15 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     )
     if cfg.packed:
         facts = (*facts, *(Int32(0) for _ in range(4)))
-        docs, bundles, contributors = symbols(3)
-        tables = (table(docs, len(Doc)), table(bundles, 2), table(chains, 3), table(runs, 8), table(contributors))
+        docs, rounds, bundles, contributors = symbols(4)
+        tables = (
+            table(docs, len(Doc)),
+            table(rounds, len(Round)),
+            table(bundles, len(PackedBundle)),
+            table(chains, len(PackedChain)),
+            table(runs, 8),
+            table(contributors),
+        )
     return cute.compile(
         BackwardSm90(cfg),
         (q, do, k, v, dq, dk, dv),

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from dash_attn.pack import Doc
+from dash_attn.pack import Doc, PackedBundle, Round
 from dash_attn.program import Chain, Run
 
 from ..cta import TILE_N, WARP, WRITERS
@@ -30,11 +30,13 @@ from .tasks import (
     ODD,
     PART,
     PARTIAL,
+    bundle_word,
     chain_word,
     doc_word,
     info_word,
     my_chains,
     publish,
+    round_word,
     run_word,
     stage_of,
 )
@@ -75,25 +77,28 @@ class Producer:
     def take_tickets(self):
         """Runs the bundle of a ticket, then takes the next ticket, until there is none.
 
-        Workers draw tickets in launch order. A chain waits for chains with earlier tickets, and for chains of its
-        window. The host has checked that there are workers for a whole window.
+        Workers draw tickets in launch order. A chain waits for chains with earlier tickets, and for chains of bundles
+        that its own bundle awaits: those run at the same time. The host has checked that there are workers for them.
         """
-        cta, tables, info = self.cta, self.cta.tables, self.cta.views.info
+        cta, info = self.cta, self.cta.views.info
         ticket, i, task = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0)
         while ticket < cta.facts.tickets:
-            doc = self.find(ticket)
-            ticket = ticket - doc_word(cta, doc, Doc.TICKET)
-            panel = ticket // doc_word(cta, doc, Doc.BUNDLES)
-            bundle = doc_word(cta, doc, Doc.BUNDLE) + ticket - panel * doc_word(cta, doc, Doc.BUNDLES)
+            row = self.find(ticket)
+            doc, bundles = round_word(cta, row, Round.DOC), round_word(cta, row, Round.BUNDLES)
+            place = ticket - round_word(cta, row, Round.TICKET)
+            panel = place // bundles
+            bundle = round_word(cta, row, Round.BUNDLE) + place - panel * bundles
             if const_expr(cta.cfg.cut):
                 # The first q head of each group, then the second of each: q heads of one group would end their chains
                 # at the same time, and wait for their turns at dK and dV.
                 panel = (panel % cta.facts.heads_kv) * cta.facts.group + panel // cta.facts.heads_kv
-            chain, end = tables.bundles[bundle, 0], tables.bundles[bundle, 0] + tables.bundles[bundle, 1]
+            awaited = ticket + bundle_word(cta, bundle, PackedBundle.AWAITS)
+            chain = bundle_word(cta, bundle, PackedBundle.FIRST_CHAIN)
+            end = chain + bundle_word(cta, bundle, PackedBundle.NUM_CHAINS)
             while chain < end:
                 task = self.walk(i, task, ChainPlace(chain, panel, doc))
                 i, chain = i + 1, chain + 1
-            ticket = self.next_ticket()
+            ticket = self.next_ticket(awaited)
         cta.bars.wait("k_empty", 0, (i & 1) ^ 1)
         if cute.arch.lane_idx() == 0:
             info[int(Info.NUM_RUNS), i & 1] = Int32(-1)
@@ -101,24 +106,32 @@ class Producer:
         self.close(task + i * cta.cfg.chain_entries)
 
     @cute.jit
-    def next_ticket(self):
-        taken = Int32(0)
+    def next_ticket(self, awaited):
+        """Draws a ticket after the ticket `awaited` has been drawn.
+
+        A bundle may wait for one with a later ticket. This worker must not take both: it would run them one after the
+        other.
+        """
+        taken, counter, workers = Int32(0), self.cta.streams.words.iterator, cute.arch.grid_dim()[0]
         if cute.arch.lane_idx() == 0:
-            taken = cute.arch.atomic_add(self.cta.streams.words.iterator, Int32(1))
-        return cute.arch.shuffle_sync(taken, 0) + cute.arch.grid_dim()[0]
+            drawn = Int32(0)
+            while drawn + workers <= awaited:
+                drawn = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
+            taken = cute.arch.atomic_add(counter, Int32(1))
+        return cute.arch.shuffle_sync(taken, 0) + workers
 
     @cute.jit
     def find(self, ticket):
-        """The sequence that has a ticket. Each step cuts the candidates into as many parts as the warp has lanes."""
-        cta = self.cta
-        low, count = Int32(0), Int32(cta.tables.docs.shape[0])
+        """The row of `rounds` that has a ticket. Each step cuts the rows into as many parts as the warp has lanes."""
+        cta, rows = self.cta, self.cta.tables.rounds.shape[0]
+        low, count = Int32(0), Int32(rows)
         while count > 1:
             part = (count + (WARP - 1)) // WARP
             at = low + cute.arch.lane_idx() * part
-            begins = doc_word(cta, cutlass.min(at, cta.tables.docs.shape[0] - 1), Doc.TICKET)
+            begins = round_word(cta, cutlass.min(at, rows - 1), Round.TICKET)
             reached = cute.arch.popc(cute.arch.vote_ballot_sync(at < low + count and begins <= ticket))
             low = low + (reached - 1) * part
-            count = cutlass.min(part, cta.tables.docs.shape[0] - low) if part > 1 else Int32(1)
+            count = cutlass.min(part, rows - low) if part > 1 else Int32(1)
         return low
 
     @cute.jit

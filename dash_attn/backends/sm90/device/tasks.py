@@ -15,7 +15,7 @@ because every chain before has entries for its end beside those of its tasks.
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from dash_attn.pack import Doc
+from dash_attn.pack import Doc, PackedBundle, Round
 from dash_attn.program import Chain, Run
 
 from ..cta import RING
@@ -65,6 +65,14 @@ def entry_word(cta: Cta, entry, word: TaskEntry | GradEntry):
 
 def doc_word(cta: Cta, doc, column: Doc):
     return cta.tables.docs[doc, int(column)]
+
+
+def round_word(cta: Cta, row, column: Round):
+    return cta.tables.rounds[row, int(column)]
+
+
+def bundle_word(cta: Cta, bundle, column: PackedBundle):
+    return cta.tables.bundles[bundle, int(column)]
 
 
 def kv_place(cta: Cta, parity):

@@ -1,0 +1,80 @@
+"""Rounds: which bundles of a template run at the same time, and when the rounds of all sequences start."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dash_attn.jit import compiled
+from dash_attn.launch.queue import IN_FLIGHT
+from dash_attn.pack.tables import Doc, Round
+from dash_attn.program import Chain, Program
+from dash_attn.program.program import Longs
+
+COLUMNS = len(Round)  # compiled loops cannot count the names of an enum
+
+
+def awaited(program: Program) -> Longs:
+    """How many bundles after each one must have begun before its worker may begin another bundle.
+
+    The bundles are those of the first panel, in launch order. A bundle may wait for a later one: all bundles from the
+    first to the second of them then run at the same time, each on a worker of its own. A worker that took a second one
+    of them would keep the first one waiting for ever.
+    """
+    panel = program.chains[program.launch[program.bundle_first[:-1]], Chain.KV_HEAD]
+    number = np.where(panel == 0, np.cumsum(panel == 0) - 1, -1)
+    bundle_of = np.empty(len(program.chains), np.int64)
+    bundle_of[program.launch] = np.repeat(number, np.diff(program.bundle_first))
+    tasks = program.expand()
+    mine = bundle_of[tasks.chain] >= 0
+    bundle, target, turn = bundle_of[tasks.chain][mine], tasks.target[mine], tasks.turn[mine]
+    by_turn = np.lexsort((turn, target))
+    waits = target[by_turn][1:] == target[by_turn][:-1]
+    waiting, before = bundle[by_turn][1:][waits], bundle[by_turn][:-1][waits]
+    reach = np.arange(np.count_nonzero(panel == 0))
+    np.maximum.at(reach, waiting, before)
+    place = np.arange(len(reach))
+    ends = np.flatnonzero(np.maximum.accumulate(reach) == place)
+    later: Longs = ends[np.searchsorted(ends, place)] - place
+    return later
+
+
+def rounds_of(later: Longs) -> Longs:
+    """The number of bundles of each round. Bundles that wait for each other are a round, and so are the others between
+    two such rounds."""
+    begins = np.append(True, later[:-1] == 0)
+    single = begins & (later == 0)
+    begins[1:] &= ~(single[1:] & single[:-1])
+    sizes: Longs = np.diff(np.append(np.flatnonzero(begins), len(later)))
+    return sizes
+
+
+@compiled
+def launch(docs, template_of, counts, sizes):  # type: ignore[no-untyped-def]
+    """The table `rounds`, and the number of tickets. Template t has counts[t] rounds. `sizes` has those of all.
+
+    A round waits for the round before it. So rounds of other sequences come between the two, as long as there are any:
+    as many tickets as a GPU runs at a time.
+    """
+    first = np.zeros(len(counts) + 1, np.int64)
+    for t in range(len(counts)):
+        first[t + 1] = first[t] + counts[t]
+    total = counts[template_of].sum()
+    rounds = np.empty((total, COLUMNS), np.int32)
+    due = np.empty((total, 4), np.int64)  # sequence, its round and bundle, and the first ticket at which it may start
+    begin, end, doc, ticket = 0, 0, 0, 0
+    for row in range(total):
+        while doc < len(docs) and counts[template_of[doc]] == 0:
+            doc += 1
+        if begin < end and (doc == len(docs) or due[begin, 3] <= ticket):
+            d, r, bundle = due[begin, 0], due[begin, 1], due[begin, 2]
+            begin += 1
+        else:
+            d, r, bundle = doc, first[template_of[doc]], np.int64(docs[doc, Doc.BUNDLE])
+            doc += 1
+        rounds[row, Round.TICKET], rounds[row, Round.DOC] = ticket, d
+        rounds[row, Round.BUNDLE], rounds[row, Round.BUNDLES] = bundle, sizes[r]
+        if r + 1 < first[template_of[d] + 1]:
+            due[end, 0], due[end, 1], due[end, 2], due[end, 3] = d, r + 1, bundle + sizes[r], ticket + IN_FLIGHT
+            end += 1
+        ticket += docs[d, Doc.PANELS] * sizes[r]
+    return rounds, ticket
