@@ -17,13 +17,12 @@ from dash_attn.tiling import TileShape
 from dash_attn.verify import TooFewWorkers
 
 from . import forwards
-from .config import HEAD_DIMS, KernelConfig, select
+from .config import DTYPE_OF, HEAD_DIMS, KernelConfig, select
 from .launch import Launch
 from .packed import Flat
 from .tables import DeviceTables, PackedTables
 from .workspace import Workspace, kv_sum_shape
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_BATCHES = 32767  # a grid dimension of at most 65,535 holds two CTAs for each batch entry
 
 
@@ -132,8 +131,8 @@ def require(device: torch.device) -> None:
 
 def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     """The kernel config of a problem, or an error that says which problems have one."""
-    if problem.dtype not in DTYPES:
-        raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPES)}")
+    if problem.dtype not in DTYPE_OF:
+        raise NotImplementedError(f"q is {problem.dtype}: on GPUs dash_attn takes {' and '.join(DTYPE_OF)}")
     if problem.dim not in HEAD_DIMS:
         pad = "pad q, k and v with zeros to the next of them (and keep scale at the true dim ** -0.5)"
         raise NotImplementedError(
@@ -154,5 +153,5 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
     longest = int(problem.sequence_table[:, -1].max(initial=0))  # keys of a sequence
     options = Options() if options is None else options
-    cfg = select(problem.dim, DTYPES[problem.dtype], mask, options.deterministic, longest)
+    cfg = select(problem.dim, DTYPE_OF[problem.dtype], mask, options.deterministic, longest)
     return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "se
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")  # row 0 of a worker's stamps
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself, because its neighbours are polled too
+DTYPE_OF = {"bfloat16": "bf16", "float16": "fp16"}  # of tensors, and in a config
 KV_COUNTERS = 8  # the word of the buffer `words` at which the turnstiles of cut chains begin; word 0 counts tickets
 MOST_TURNS = 2**16 - 1  # of a q tile, because two halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # by padded head dim: from this many keys per query on, "postpass" is faster

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -18,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.problem import Problem
+from dash_attn.problem import Documents, Problem
 
 from .alignment import maker
-from .packing import idle_rows, packing_of, unpacked
+from .cache import side_kernel
+from .config import DTYPE_OF, KernelConfig
+from .packing import Spread, packing_of, rows_without_keys, spread_of, unpacked
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
@@ -50,7 +53,7 @@ class Fa4Forward:
         packed, tokens = mask.documents is not None, problem.batch * problem.len_q
         shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
-        self._idle: tuple[Tensor | None, Tensor | None] | None = None
+        self._packed: Packed | None = None
         self._noted: Noted | None = None
         self._can_record = True
 
@@ -58,16 +61,17 @@ class Fa4Forward:
         documents = self.problem.mask.documents
         if documents is None:
             return self._run(q, k, v)
+        packed = self._packed
+        if packed is None:
+            packed = self._packed = Packed.of(self.problem, documents, q.device)
         q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        if self._idle is None:
-            self._idle = idle_rows(documents, self.problem.batch, q.device)
-        queries, keys = self._idle
-        if keys is not None:  # the last tile of the document before them loads their values, and 0 * NaN is NaN
-            v = v.masked_fill(keys, 0.0)
+        if packed.spread is not None:
+            k, v = packed.copies(k, v)
         out, lse = self._run(q, k, v)
-        if queries is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
-            out.masked_fill_(queries, 0.0)
-            lse.masked_fill_(queries.flatten(), -math.inf)
+        blind = packed.blind
+        if blind is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
+            out.masked_fill_(blind, 0.0)
+            lse.masked_fill_(blind.flatten(), -math.inf)
         return unpacked(self.problem, out, lse)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,9 +83,7 @@ class Fa4Forward:
         return out, lse
 
     def _through_front(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        how, documents = self.how, self.problem.mask.documents
-        if documents is not None:
-            how = how | packing_of(documents, self.problem.batch, q.device)._asdict()
+        how = self.how if self._packed is None else self.how | self._packed.how
         if not self._can_record or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             out, lse, *_ = entry()(q, k, v, **how)
             return out, lse
@@ -89,6 +91,43 @@ class Fa4Forward:
             out, lse, *_ = entry()(q, k, v, **how)
         self._noted, self._can_record = recorder.note((q, k, v, out, lse), how), False
         return out, lse
+
+
+class Packed(NamedTuple):
+    """What the forward of packed documents needs beside the tensors.
+
+    how     arguments of the library
+    blind   marks of the queries without keys, or None
+    spread  room for whole tiles of keys, or None if keys need none
+    kernel  copies k and v to that room
+    """
+
+    how: dict[str, Any]
+    blind: Tensor | None
+    spread: Spread | None
+    kernel: Callable[..., Any] | None
+
+    @staticmethod
+    def of(problem: Problem, documents: Documents, device: torch.device) -> Packed:
+        blind = rows_without_keys(documents, problem.batch, device)
+        spread = spread_of(documents, problem.batch, keys_of_a_tile(problem), device)
+        if spread is None:
+            return Packed(packing_of(documents, problem.batch, device)._asdict(), blind, None, None)
+        kernel = side_kernel("spread", KernelConfig(problem.dim, DTYPE_OF[problem.dtype]))
+        return Packed(spread.packing._asdict() | {"seqused_k": spread.seqused_k}, blind, spread, kernel)
+
+    def copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v in their room. Their rows are (tokens, heads, dim)."""
+        assert self.spread is not None and self.kernel is not None
+        shape = (self.spread.rows, *k.shape[1:])
+        roomy = (k.new_empty(shape), v.new_empty(shape))
+        self.kernel((k, v), roomy, self.spread.pieces)
+        return roomy
+
+
+def keys_of_a_tile(problem: Problem) -> int:
+    """Keys that a tile of the library's kernel has."""
+    return 144 if 64 < problem.dim <= 96 and replace(problem.mask, documents=None).is_full else 128
 
 
 class Recorder:

@@ -233,5 +233,5 @@ def _fa4_missing() -> str | None:
             f"flash-attn-4 {installed} is installed and cannot be imported ({error}): mend or remove it, or set "
             f"{VARIABLE}=cudnn or torch"
         ) from error
-    lacking = {"softmax_scale", "causal", "window_size_left", "return_lse", *Packing._fields} - set(taken)
+    lacking = {"softmax_scale", "causal", "window_size_left", "return_lse", "seqused_k", *Packing._fields} - set(taken)
     return f"flash-attn-4 {installed} does not take {', '.join(sorted(lacking))}" if lacking else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dash_attn.problem import Documents, Problem
+from dash_attn.program.program import Int32, Longs
 
-from .tables import uploaded
+from .tables import joined, uploaded
+
+PIECE_ROWS = 128  # rows that one CTA copies at most
 
 
 class Packing(NamedTuple):
@@ -23,30 +27,71 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
 
+class Piece(IntEnum):
+    """Columns of the table `pieces`: rows that are copied together.
+
+    SOURCE, FILLED  the first row, and how many are copied
+    COPY, ROWS      where they go, and how many are written. Those that are not copied are zeros
+    """
+
+    SOURCE = 0
+    FILLED = 1
+    COPY = 2
+    ROWS = 3
+
+
+class Spread(NamedTuple):
+    """A packing whose keys have room: every document's keys end with a whole tile of the copy that `pieces` makes.
+
+    The copy has `rows` rows. Document d begins at row cu_seqlens_k[d] there and has seqused_k[d] keys.
+    """
+
+    packing: Packing
+    seqused_k: Tensor
+    pieces: Tensor
+    rows: int
+
+
 @lru_cache(maxsize=256)
 def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
     """The rows of a batch as one pack, each row with the same documents.
 
     The boundaries are copied to the device once: a copy in every call could not be captured in a CUDA graph.
     """
-    sides = (documents.cu_q, documents.cu_k)
-    starts = [[0, *(row * cu[-1] + end for row in range(batch) for end in cu[1:])] for cu in sides]
-    cu_q, cu_k = (uploaded(torch.tensor(cu, dtype=torch.int32), device) for cu in starts)
-    max_q, max_k = (max(b - a for a, b in pairwise(cu)) for cu in sides)
-    return Packing(cu_q, cu_k, max_q, max_k)
+    q, k = (_lengths(cu, batch) for cu in (documents.cu_q, documents.cu_k))
+    cu_q, cu_k = joined([_starts(q), _starts(k)], device)
+    return Packing(cu_q, cu_k, int(q.max()), int(k.max()))
 
 
-def idle_rows(documents: Documents, batch: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Marks of the queries whose document has no keys, and of the keys whose document has no queries.
+@lru_cache(maxsize=256)
+def spread_of(documents: Documents, batch: int, tile: int, device: torch.device) -> Spread | None:
+    """Room for whole tiles of keys. None if keys need none: only the last document ends inside a tile."""
+    q, k = (_lengths(cu, batch) for cu in (documents.cu_q, documents.cu_k))
+    (with_keys,) = np.nonzero(k)
+    if not (k[with_keys[:-1]] % tile).any():
+        return None
+    room = -(-k // tile) * tile
+    pieces = spread_pieces(k, room)
+    cu_q, cu_k, used, table = joined([_starts(q), _starts(room), k.astype(np.int32), pieces], device)
+    return Spread(Packing(cu_q, cu_k, int(q.max()), int(k.max())), used, table, int(room.sum()))
 
-    Each is (tokens, 1, 1) over all rows of a batch, or None if there are no such rows.
-    """
-    sides = [[b - a for a, b in pairwise(cu)] for cu in (documents.cu_q, documents.cu_k)]
-    marks = list[Tensor | None]()
-    for mine, others in (sides, sides[::-1]):
-        idle = torch.tensor([other == 0 for other in others]).repeat_interleave(torch.tensor(mine))
-        marks.append(uploaded(idle.repeat(batch)[:, None, None], device) if idle.any() else None)
-    return marks[0], marks[1]
+
+def spread_pieces(lengths: Longs, room: Longs) -> Int32:
+    """The table `pieces` for documents of these lengths, one after the other, that get this room."""
+    count = -(-room // PIECE_ROWS)
+    doc = np.repeat(np.arange(len(room)), count)
+    row = (np.arange(len(doc)) - np.repeat(count.cumsum() - count, count)) * PIECE_ROWS  # inside its document
+    filled = np.clip(lengths[doc] - row, 0, PIECE_ROWS)
+    source = np.where(filled > 0, (lengths.cumsum() - lengths)[doc] + row, 0)
+    copy, rows = (room.cumsum() - room)[doc] + row, np.minimum(room[doc] - row, PIECE_ROWS)
+    return np.stack([source, filled, copy, rows], axis=1).astype(np.int32)
+
+
+def rows_without_keys(documents: Documents, batch: int, device: torch.device) -> Tensor | None:
+    """Marks of the queries whose document has no keys: (tokens, 1, 1) over all rows of a batch, or None."""
+    q, k = (_lengths(cu, batch) for cu in (documents.cu_q, documents.cu_k))
+    marks = np.repeat(k == 0, q)
+    return uploaded(torch.from_numpy(marks)[:, None, None], device) if marks.any() else None
 
 
 def unpacked(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,3 +100,11 @@ def unpacked(problem: Problem, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor
     shape = (problem.batch, problem.len_q, problem.heads_q)
     lse = lse.view(shape[2], *shape[:2]).transpose(0, 1)
     return out.view(*shape, -1), lse if problem.batch == 1 else lse.contiguous()
+
+
+def _lengths(cu: tuple[int, ...], batch: int) -> Longs:
+    return np.tile(np.diff(cu), batch).astype(np.int64)
+
+
+def _starts(lengths: Longs) -> Int32:
+    return np.append(0, lengths.cumsum()).astype(np.int32)

@@ -11,7 +11,8 @@ import torch
 
 from dash_attn.backends import Backend, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.backends.sm90.backend import DTYPES, Sm90Backend
+from dash_attn.backends.sm90.backend import Sm90Backend
+from dash_attn.backends.sm90.config import DTYPE_OF
 from dash_attn.order import POLICIES, applicable, parse, resolve
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
@@ -94,5 +95,5 @@ class Ours:
 
 def tiling_of(problem: Problem) -> Tiling:
     """The tiles that the backend for its dtype cuts it into."""
-    backend: Backend = Sm90Backend(torch.device("cuda")) if problem.dtype in DTYPES else CpuBackend()
+    backend: Backend = Sm90Backend(torch.device("cuda")) if problem.dtype in DTYPE_OF else CpuBackend()
     return tile(problem, backend.tile_shape(problem))

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dash_attn.backends.cpu.forward import forward
 from dash_attn.backends.sm90 import fa4, forwards
 from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose
-from dash_attn.backends.sm90.packing import packing_of
+from dash_attn.backends.sm90.packing import PIECE_ROWS, Piece, packing_of, spread_of, spread_pieces
 from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, tiles, window
+from tests.strategies import examples
 
 DOCUMENTS = documents([0, 20, 20, 50], [0, 10, 25, 40], causal=True)
 
@@ -149,9 +155,14 @@ def flash(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
     return_lse: bool = False,
+    seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, None]:
     """As FlashAttention 4's forward."""
     assert return_lse and (cu_seqlens_q is None) == (q.ndim == 4)
+    if seqused_k is not None:
+        used = [torch.arange(a, a + n) for a, n in zip(cu_seqlens_k.tolist(), seqused_k.tolist(), strict=False)]
+        k, v = k[torch.cat(used)], v[torch.cat(used)]
+        cu_seqlens_k = torch.cat([seqused_k.new_zeros(1), seqused_k.cumsum(0)]).int()
     mask = window(window_size_left, window_size_right) & (CAUSAL if causal else FULL)
     if cu_seqlens_q is not None:
         assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
@@ -181,6 +192,20 @@ def aten_cudnn(
     assert bias is None and lse and dropout == 0.0 and not (causal and q.shape[2] != k.shape[2])
     out, found, _ = flash(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal, return_lse=True)
     return (out.transpose(1, 2), found.unsqueeze(-1), None, None, 0, 0, torch.empty(0), torch.empty(0), None)
+
+
+def copy_pieces(sources: tuple[Tensor, ...], copies: tuple[Tensor, ...], pieces: Tensor) -> None:
+    """As the kernel of device/spread.py."""
+    for source, copy in zip(sources, copies, strict=True):
+        for first, filled, to, rows in pieces.tolist():
+            copy[to : to + rows] = 0
+            copy[to : to + filled] = source[first : first + filled]
+
+
+@pytest.fixture(autouse=True)
+def spread_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4, "side_kernel", lambda kind, cfg: copy_pieces)
+    monkeypatch.setattr(fa4, "DTYPE_OF", {"float32": "bf16"})  # there is no kernel for the tensors of these tests
 
 
 @pytest.fixture
@@ -231,23 +256,57 @@ def test_negative_sides_come_as_documents(mask: Mask, installed: set[str]) -> No
     assert choose(posed(mask.without_negative_sides(50, 40))).key == "fa4"
 
 
-def test_rows_without_a_partner_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel multiplies values of neighbours by 0, and leaves anything in rows without keys."""
-    problem = posed(documents([0, 30, 45, 45, 50], [0, 20, 20, 35, 40]))
-    q, k, v = (torch.randn(2, n, heads, 16) for n, heads in ((50, 4), (40, 2), (40, 2)))
+@pytest.mark.parametrize("dim", [16, 80])
+def test_nothing_of_a_neighbour_reaches_a_document(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel multiplies whole tiles, in which values of neighbours meet zeros, and leaves anything in rows without
+    keys."""
+    cu_q, cu_k = [0, 30, 45, 45, 50, 50], [0, 20, 20, 35, 40, 340]
+    problem = posed(documents(cu_q, cu_k), 50, 340, dim=dim)
+    q, k, v = (torch.randn(2, n, heads, dim) for n, heads in ((50, 4), (340, 2), (340, 2)))
     want, want_lse = forward(problem, q, k, v)
+    tile = fa4.keys_of_a_tile(problem)
 
-    def careless(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor, None]:
-        out, lse, _ = flash(q, k, v, **given)
-        out += 0 * v.sum()
+    def careless(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor, None]:
+        out, lse, _ = flash(q, k, v.nan_to_num(), **how)
+        starts, ends = how["cu_seqlens_k"].tolist(), how["cu_seqlens_q"].tolist()
+        for d, used in enumerate(how["seqused_k"].tolist()):
+            out[ends[d] : ends[d + 1]] += 0 * v[starts[d] : starts[d] + -(-used // tile) * tile].sum()
         blind = lse == -torch.inf
         return out.masked_fill(blind.T[..., None], torch.nan), lse.masked_fill(blind, 3.0), None
 
     monkeypatch.setattr(fa4, "entry", lambda: careless)
-    v[:, 20:35] = torch.nan
-    for got, expected in zip(fa4.Fa4Forward(problem)(q, k, v), (want, want_lse), strict=True):
-        torch.testing.assert_close(got, expected)
-    assert v[:, 20:35].isnan().all()
+    for poisoned, (row, q_rows) in product(((20, 40), (0, 35)), enumerate([slice(0, 30), slice(45, 50)])):
+        values = v.clone()
+        values[1 - row, slice(*poisoned)] = torch.nan  # the other batch entry, and neighbours in this one
+        values[row, slice(*poisoned)] = torch.nan
+        own = slice(0, 20) if q_rows.start == 0 else slice(35, 40)
+        values[row, own] = v[row, own]
+        out, lse = fa4.Fa4Forward(problem)(q, k, values)
+        torch.testing.assert_close(out[row, q_rows], want[row, q_rows])
+        torch.testing.assert_close(lse, want_lse)
+        assert (out[:, 30:45] == 0).all() and (lse[:, :, 30:45] == -torch.inf).all()
+
+
+@examples(100)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=6), st.sampled_from([128, 144]))
+def test_pieces_copy_every_row_once(lengths: list[int], tile: int) -> None:
+    keys = np.array(lengths)
+    room = -(-keys // tile) * tile
+    source = torch.arange(1, int(keys.sum()) + 1)[:, None]
+    copy = torch.full((int(room.sum()), 1), -1)
+    pieces = spread_pieces(keys, room)
+    assert pieces[:, Piece.ROWS].max(initial=0) <= PIECE_ROWS and pieces[:, Piece.ROWS].sum() == room.sum()
+    copy_pieces((source,), (copy,), torch.from_numpy(pieces))
+    ends = (room - keys).tolist()
+    expected = [pad(part, (0, 0, 0, zeros)) for part, zeros in zip(source.split(lengths), ends, strict=True)]
+    assert torch.equal(copy, torch.cat(expected))
+
+
+def test_keys_that_end_with_tiles_are_not_copied() -> None:
+    where = torch.device("cpu")
+    assert spread_of(Documents((0, 3, 5), (0, 256, 300)), 1, 128, where) is None
+    assert spread_of(Documents((0, 3, 5), (0, 256, 300)), 2, 128, where) is not None
+    assert spread_of(Documents((0, 3, 5), (0, 0, 300)), 1, 128, where) is None
 
 
 def test_packing_fields_are_arguments_of_the_library() -> None:
@@ -267,7 +326,7 @@ class Front:
     def kernel(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any) -> None:
         self.ran += 1
         how, cu = others[0], others[1:]
-        result, sums, _ = flash(q, k, v, *cu[:2], *how.get("max", (None, None)), **how["rest"])
+        result, sums, _ = flash(q, k, v, *cu[:2], *how["max"], seqused_k=cu[2], **how["rest"])
         out.copy_(result)
         lse.copy_(sums)
 
@@ -275,7 +334,7 @@ class Front:
         self.entered += 1
         if "key" not in self.compile_cache:
             self.compile_cache["key"] = self.kernel
-        cu = tuple(given.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        cu = tuple(given.pop(name, None) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
         how = {"max": tuple(given.pop(name, None) for name in ("max_seqlen_q", "max_seqlen_k")), "rest": given}
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(*q.shape[:-3], q.shape[-2], q.shape[-3])

@@ -7,6 +7,7 @@ from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
 from dash_attn.program import Chain
 
 from ..config import STAMPS, KernelConfig
+from ..packing import Piece
 from .bundles import element
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
@@ -150,10 +151,25 @@ def _finish_kv(cfg: KernelConfig, rows: tuple, options: str):
     return cute.compile(FinishKv(cfg), sums, grads, rows, Float32(1.0), stream(), options=f"{OPTIONS} {options}")
 
 
+def compile_spread(cfg: KernelConfig, options: str = ""):
+    from .spread import Spread
+
+    def rows():
+        strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        shape = (cute.sym_int32(), heads, cfg.columns)
+        return cute.runtime.make_fake_tensor(element(cfg), shape, strides, assumed_align=16)
+
+    heads = cute.sym_int32()
+    sources, copies = ((rows(), rows()) for _ in range(2))
+    pieces = table(cute.sym_int32(), len(Piece))
+    return cute.compile(Spread(cfg), sources, copies, pieces, stream(), options=f"{OPTIONS} {options}")
+
+
 COMPILERS = {
     "main": compile_main,
     "prepare": compile_prepare,
     "finish": compile_finish,
     "finish_kv": compile_finish_kv,
     "fold_kv": compile_fold_kv,
+    "spread": compile_spread,
 }
