@@ -16,7 +16,7 @@ from dash_attn.program import Chain, Run
 from .config import REPORT, STAMPS
 from .cta import WRITERS
 from .launch import Launch
-from .tables import DeviceTables
+from .tables import DeviceTables, PackedTables
 from .workspace import Workspace
 
 
@@ -59,7 +59,7 @@ class DebugBuffers:
     reports: Tensor  # [workers, writers, len(REPORT)] int32 in pinned host memory, which the device writes directly
 
     @staticmethod
-    def of(tables: DeviceTables, ws: Workspace) -> DebugBuffers:
+    def of(tables: DeviceTables | PackedTables, ws: Workspace) -> DebugBuffers:
         planes, n_q, *part = ws.dq_sum.shape
         turns = max(1, int(tables.contributors.max()))
         reports = torch.zeros(tables.workers, WRITERS, len(REPORT), dtype=torch.int32, pin_memory=True)
@@ -89,9 +89,8 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     If a turn does not come within seconds, a RuntimeError names the waiting writer and its turn. The process has then
     lost its CUDA context and must end.
     """
-    workspace = Workspace.of(launch.cfg, operands.q)
+    workspace = Workspace.of(launch.cfg, operands.q, n_q=launch.tables.n_q)
     workspace.dq_sum.zero_()
-    assert isinstance(launch.tables, DeviceTables), "a pack has no debug build"
     buffers = DebugBuffers.of(launch.tables, workspace)
     try:
         launch(operands, into, workspace, buffers)

@@ -149,8 +149,8 @@ class KernelConfig:
             yield f"the task ring has {RING} entries, and {ring_depth_needed(self.chain_entries)} are needed"
         if self.cut and self.trace:
             yield "the tracing build has one entry for the end of a chain: it does not run cut chains"
-        if self.packed and (self.trace or self.debug):
-            yield "packed sequences have no tracing or debug build"
+        if self.packed and self.trace:
+            yield "packed sequences have no tracing build"
         if self.debug and self.trace:
             yield "debug and trace are separate builds: choose one"
         if self.split and self.sum_parts[0] != self.sum_parts[1]:

@@ -31,7 +31,7 @@ class GradEntry(IntEnum):
     FLAGS = 0
     KV_TILE = 1  # of a cut chain in a pack: counted over all sequences
     KV_HEAD = 2  # of a cut chain: the q head
-    BATCH = 3
+    BATCH = 3  # in a pack, at parity 0: the ticket that this worker's bundle awaits
     ROW = 4
     SHIFT = 5
 
@@ -42,7 +42,7 @@ class Info(IntEnum):
     NUM_RUNS = 0  # below 0: no chain follows
     KV_TILE = 1
     KV_HEAD = 2  # of a cut chain: the q head
-    BATCH = 3
+    BATCH = 3  # in a pack, at parity 0: the ticket that this worker's bundle awaits
     LEN_Q = 4
     LEN_K = 5
     ROW = 6

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dash_attn.pack import Assembly
+from dash_attn.pack import Assembly, Round
 from dash_attn.program import Program, Sequences
 
 from .config import MOST_TURNS
@@ -80,7 +80,7 @@ class DeviceTables:
 class PackedTables:
     """The tables of a pack that the kernels read: int32, contiguous."""
 
-    program: tuple[Tensor, ...]  # docs, rounds, bundles, chains, runs and contributors
+    program: tuple[Tensor, ...]  # docs, bundles, chains, runs and contributors
     q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
     kv_tiles: tuple[Tensor, ...]  # the same for keys. With panels: the tables folds and parts
     n_kv: int  # kv tiles, of all panels
@@ -97,12 +97,22 @@ class PackedTables:
     def n_q(self) -> int:
         return self.q_tiles[0].shape[0]
 
+    @property
+    def workers(self) -> int:
+        return self.facts[0]
+
+    @property
+    def contributors(self) -> Tensor:
+        """Template by template."""
+        return self.program[-1]
+
     @staticmethod
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         check_turns(pack.contributors)
         keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 else (pack.kv_tiles,)
-        program = [pack.docs, pack.rounds, pack.bundles, pack.chains, pack.runs, pack.contributors]
+        docs = np.hstack([pack.rounds, pack.docs[pack.rounds[:, Round.DOC]]])
+        program = [docs, pack.bundles, pack.chains, pack.runs, pack.contributors]
         views, n = joined([*program, pack.q_tiles, *keys], device), len(program)
         q_tiles, kv_tiles = (views[n],), tuple(views[n + 1 :])
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)

@@ -111,7 +111,7 @@ def report(kind: str, cfg: KernelConfig) -> dict:
         register_moves=count("USETMAXREG"),
         bulk_adds=count("UBLKRED", "ADD", "F32"),
         loads=count("UTMALDG"),
-        acquires=count("LDG", "STRONG", "GPU"),
+        polls=count("LDG", "STRONG", "GPU"),
         fences=count("MEMBAR", "GPU"),
         releases=count("REDG", "ADD", "STRONG", "GPU"),
         traps=count("BPT", "TRAP"),

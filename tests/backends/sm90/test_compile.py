@@ -29,6 +29,7 @@ GROUPS = {
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
 GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
+GROUPS["debug"] += ["main,128,bf16,causal,1,0,packed,debug"]
 CUT = "cut", "packed,cut"
 GROUPS["cut"] = ["main,128,bf16,causal,1,0,cut", "main,64,bf16,full,1,4096,cut", "main,80,fp16,causal,0,0,cut"]
 PACKED = "packed", "packed,cut"
@@ -40,6 +41,7 @@ GROUPS |= {
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,packed" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,{how}" for kind in ("prepare", "finish_kv") for dim in (64, 80) for how in CUT]
+SIDE += [f"spread,{dim},{dtype},full,1,0" for dim, dtype in ((8, "bf16"), (80, "fp16"), (128, "bf16"))]
 SIDE += [f"fold_kv,{dim},{dtype},full,1,0,packed,cut" for dim, dtype in ((64, "bf16"), (80, "fp16"), (128, "bf16"))]
 
 
@@ -68,7 +70,8 @@ def test_main_kernels(group):
         sums = 2 if cfg.cut else 1  # dQ, and dK and dV of cut chains
         assert r["bulk_adds"] == sums * (1 if cfg.split else 2), f"{name}: one for each half that a writer serves"
         turns = int(cfg.ordered) + int(cfg.cut)
-        assert (r["acquires"], r["releases"]) == (turns, turns), name
+        polls = turns + int(cfg.packed)  # the ticket counter too
+        assert (r["polls"], r["releases"]) == (polls, turns), name
         assert (r["fences"] > 0) == (turns > 0), f"{name}: release at gpu scope is a fence and a plain add"
         assert r["traps"] == int(cfg.debug), name
         assert r["smem"] == plan(cfg).total <= SMEM_LIMIT, name

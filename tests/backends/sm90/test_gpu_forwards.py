@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -192,3 +193,25 @@ def test_gradients_of_some(needed: tuple[int, ...]) -> None:
     out.backward(gradient_of(out))
     for i, x in enumerate(some):
         assert torch.equal(x.grad, every[i]) if i in needed else x.grad is None
+
+
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(100, 20)], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_out_and_lse_of_a_document_are_its_own(dim: int, mask: Mask) -> None:
+    """They have the same bits alone, packed with any neighbours, NaN among them, and as a batch entry."""
+    lengths = [200, 333, 64, 1, 129, 1000, 256]
+    cu = [0, *accumulate(lengths)]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, cu[-1], heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2))
+    packed = [x[0] for x in dash_attn.attention(q, k, v, mask=documents(cu) & mask, return_lse=True)]
+    for a, b in pairwise(cu):
+        own = [x[:, a:b].contiguous() for x in (q, k, v)]
+        out, lse = (x[0] for x in dash_attn.attention(*own, mask=mask, return_lse=True))
+        twice = [x[1] for x in dash_attn.attention(*[torch.cat([x, x]) for x in own], mask=mask, return_lse=True)]
+        poisoned = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        for x, mine in zip(poisoned, own, strict=True):
+            x[:, a:b] = mine
+        among_nan = [x[0] for x in dash_attn.attention(*poisoned, mask=documents(cu) & mask, return_lse=True)]
+        assert out.isfinite().all() and lse.isfinite().all()
+        for other, rows in ((packed, slice(a, b)), (among_nan, slice(a, b)), (twice, slice(None))):
+            assert torch.equal(other[0][rows], out) and torch.equal(other[1][:, rows], lse), (a, b)

@@ -18,6 +18,7 @@ from dash_attn.backends.sm90 import builds
 from dash_attn.backends.sm90.builds import Debugged
 from dash_attn.backends.sm90.config import DEBUG, KernelConfig
 from dash_attn.backends.sm90.launch import Launch
+from dash_attn.pack import Doc
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from tests.backends.sm90.cases import Case, policies, prepared, room, same
 
@@ -59,15 +60,29 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.view(np.int32), b.view(np.int32))
 
 
+def contributors_of(launch: Launch) -> np.ndarray:
+    """Contributions to each q tile, in a pack to those of all sequences."""
+    contributors = launch.tables.contributors.cpu().numpy()
+    if not launch.cfg.packed:
+        return contributors
+    docs = launch.tables.program[0].tolist()
+    tiles = [(doc[Doc.CONTRIBUTORS], -(-doc[Doc.Q_ROWS] // launch.cfg.tile_m)) for doc in docs]
+    return np.concatenate([contributors[first : first + count] for first, count in tiles])
+
+
 def check(problem: Problem, launch: Launch, debugged: Debugged, dq: torch.Tensor) -> np.ndarray:
     """The contributions, one for each turn, whose sum in turn order is dQ."""
-    contributors = launch.tables.contributors.cpu().numpy()
+    contributors = contributors_of(launch)
     kept, sums = debugged.contributions.cpu().numpy(), debugged.dq_sum.cpu().numpy()
     due = np.arange(kept.shape[2]) < contributors[:, None]  # [n_q, turns]
     assert np.isfinite(kept[:, due]).all() and np.isnan(kept[:, ~due]).all(), "not one contribution per turn"
     total = added_by_turn(kept, contributors)
     assert same_bits(total, sums)
     rounded = torch.from_numpy(rows_of(launch.cfg, total) * np.float32(problem.softmax_scale)).to(dq.dtype)
+    if launch.cfg.packed:  # each sequence begins a tile
+        tiles = launch.tables.q_tiles[0].tolist()
+        rounded = torch.cat([rounded[:, i * launch.cfg.tile_m :][:, :rows] for i, (_, rows) in enumerate(tiles)], dim=1)
+        rounded = rounded[:, torch.argsort(torch.cat([torch.arange(first, first + rows) for first, rows in tiles]))]
     rounded = rounded[:, : problem.len_q, : problem.dim].unflatten(0, (problem.batch, problem.heads_q)).transpose(1, 2)
     assert torch.equal(rounded, dq.cpu())
     return kept
@@ -85,7 +100,7 @@ def test_contributions_added_in_turn_order_are_dq(name: str, dim: int) -> None:
         kept = check(problem, launch, debugged, into.dq)
         assert same(case.run(prepared(problem, policy)), into), f"{policy}: the debug build has bits of its own"
         if mask == FULL:  # the oracle can tell: another order gives other bits
-            contributors = launch.tables.contributors.cpu().numpy()
+            contributors = contributors_of(launch)
             assert not same_bits(added_by_turn(np.flip(kept, 2), contributors), debugged.dq_sum.cpu().numpy())
 
 

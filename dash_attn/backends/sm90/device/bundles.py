@@ -28,8 +28,7 @@ class Tables(NamedTuple):
 class PackTables(NamedTuple):
     """The templates of a pack and its sequences, as pack.Assembly has them: int32, read-only."""
 
-    docs: Any  # [D, len(Doc)], columns of pack.Doc: the sequences
-    rounds: Any  # [W, len(Round)], columns of pack.Round: which tickets belong to which sequence
+    docs: Any  # [rounds, len(Round) + len(Doc)], columns of pack.Round, then pack.Doc: each round with its sequence
     bundles: Any  # [B, len(PackedBundle)], columns of pack.PackedBundle
     chains: Any  # [C, len(PackedChain)], columns of pack.PackedChain
     runs: Any  # [R, 8], columns of program.Run and one of zeros

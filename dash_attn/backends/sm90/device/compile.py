@@ -78,7 +78,6 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         stats = (*stats, kv_sum_of(cfg))
     if cfg.debug:
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
-        facts = (*facts, Int64(0))
     if cfg.trace:
         workers, entries = symbols(2)
         shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
@@ -94,15 +93,16 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     )
     if cfg.packed:
         facts = (*facts, *(Int32(0) for _ in range(4)))
-        docs, rounds, bundles, contributors = symbols(4)
+        docs, bundles, contributors = symbols(3)
         tables = (
-            table(docs, len(Doc)),
-            table(rounds, len(Round)),
+            table(docs, len(Round) + len(Doc)),
             table(bundles, len(PackedBundle)),
             table(chains, len(PackedChain)),
             table(runs, 8),
             table(contributors),
         )
+    if cfg.debug:
+        facts = (*facts, Int64(0))
     return cute.compile(
         BackwardSm90(cfg),
         (q, do, k, v, dq, dk, dv),

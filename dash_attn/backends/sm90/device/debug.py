@@ -5,7 +5,7 @@ the CUDA context. The report stays readable, because it is written at system sco
 """
 
 import cutlass.cute as cute
-from cutlass import AddressSpace, Int32, Int64
+from cutlass import AddressSpace, Int32, Int64, const_expr
 
 from ..config import PATIENCE_NS, REPORT
 from ..cta import WRITERS
@@ -45,6 +45,7 @@ def report(cta: Cta, entry, writer, seen):
 
 def keep(cta: Cta, entry, part, staged):
     """Stores one warpgroup's part (first float, bytes) in its turn's place. It shares the bulk group of its add."""
-    q_tile, plane, turn = [entry_word(cta, entry, w) for w in (TaskEntry.Q_TILE, TaskEntry.PLANE, TaskEntry.TURN)]
+    tile = TaskEntry.SUM_TILE if const_expr(cta.cfg.packed) else TaskEntry.Q_TILE
+    q_tile, plane, turn = [entry_word(cta, entry, w) for w in (tile, TaskEntry.PLANE, TaskEntry.TURN)]
     kept = cta.streams.debug.contributions[plane, q_tile, turn, None]
     bulk_store(kept.iterator + part[0], staged, part[1])

@@ -36,8 +36,8 @@ class BackwardSm90:
         kv_sum, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)
         scale, scale_log2, *others = facts
         if const_expr(cfg.packed):
-            workers, tickets, left, right = others
-            tables, row_lo, row_hi, reports = PackTables(*tables), (), (), ()
+            workers, tickets, left, right, *reports = others
+            tables, row_lo, row_hi = PackTables(*tables), (), ()
         else:
             *program, row_lo, row_hi = tables
             tables, tickets, left, right, reports = Tables(*program), (), (), (), others

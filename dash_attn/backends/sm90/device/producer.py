@@ -47,7 +47,7 @@ class ChainPlace(NamedTuple):
 
     chain  its row in the table
     panel  its kv head. In a build for cut chains, the first q head of its panel
-    owner  its batch entry, or its row of `docs` in a pack
+    owner  its batch entry, in a pack its row of the table `docs`
     """
 
     chain: Any
@@ -84,21 +84,21 @@ class Producer:
         ticket, i, task = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0)
         while ticket < cta.facts.tickets:
             row = self.find(ticket)
-            doc, bundles = round_word(cta, row, Round.DOC), round_word(cta, row, Round.BUNDLES)
-            place = ticket - round_word(cta, row, Round.TICKET)
-            panel = place // bundles
-            bundle = round_word(cta, row, Round.BUNDLE) + place - panel * bundles
+            self.keep(ticket)
+            ticket = ticket - round_word(cta, row, Round.TICKET)
+            panel = ticket // round_word(cta, row, Round.BUNDLES)
+            bundle = round_word(cta, row, Round.BUNDLE) + ticket - panel * round_word(cta, row, Round.BUNDLES)
             if const_expr(cta.cfg.cut):
                 # The first q head of each group, then the second of each: q heads of one group would end their chains
                 # at the same time, and wait for their turns at dK and dV.
                 panel = (panel % cta.facts.heads_kv) * cta.facts.group + panel // cta.facts.heads_kv
-            awaited = ticket + bundle_word(cta, bundle, PackedBundle.AWAITS)
+            self.keep(self.kept() + bundle_word(cta, bundle, PackedBundle.AWAITS))
             chain = bundle_word(cta, bundle, PackedBundle.FIRST_CHAIN)
             end = chain + bundle_word(cta, bundle, PackedBundle.NUM_CHAINS)
             while chain < end:
-                task = self.walk(i, task, ChainPlace(chain, panel, doc))
+                task = self.walk(i, task, ChainPlace(chain, panel, row))
                 i, chain = i + 1, chain + 1
-            ticket = self.next_ticket(awaited)
+            ticket = self.next_ticket()
         cta.bars.wait("k_empty", 0, (i & 1) ^ 1)
         if cute.arch.lane_idx() == 0:
             info[int(Info.NUM_RUNS), i & 1] = Int32(-1)
@@ -106,15 +106,26 @@ class Producer:
         self.close(task + i * cta.cfg.chain_entries)
 
     @cute.jit
-    def next_ticket(self, awaited):
-        """Draws a ticket after the ticket `awaited` has been drawn.
+    def keep(self, word):
+        """Puts a word into shared memory: the producer has no register to spare."""
+        info = self.cta.views.info
+        if cute.arch.lane_idx() == 0:
+            info[int(Info.BATCH), 0] = word
+
+    def kept(self):
+        """The word, for the lane that put it there."""
+        return info_word(self.cta, 0, Info.BATCH)
+
+    @cute.jit
+    def next_ticket(self):
+        """Draws a ticket after the ticket that this worker's bundle awaits has been drawn.
 
         A bundle may wait for one with a later ticket. This worker must not take both: it would run them one after the
         other.
         """
         taken, counter, workers = Int32(0), self.cta.streams.words.iterator, cute.arch.grid_dim()[0]
         if cute.arch.lane_idx() == 0:
-            drawn = Int32(0)
+            drawn, awaited = Int32(0), self.kept()
             while drawn + workers <= awaited:
                 drawn = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")
             taken = cute.arch.atomic_add(counter, Int32(1))
@@ -123,7 +134,7 @@ class Producer:
     @cute.jit
     def find(self, ticket):
         """The row of `rounds` that has a ticket. Each step cuts the rows into as many parts as the warp has lanes."""
-        cta, rows = self.cta, self.cta.tables.rounds.shape[0]
+        cta, rows = self.cta, self.cta.tables.docs.shape[0]
         low, count = Int32(0), Int32(rows)
         while count > 1:
             part = (count + (WARP - 1)) // WARP

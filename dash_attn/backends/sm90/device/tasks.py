@@ -63,12 +63,13 @@ def entry_word(cta: Cta, entry, word: TaskEntry | GradEntry):
     return cta.views.ring[int(word), ring_slot(entry)]
 
 
-def doc_word(cta: Cta, doc, column: Doc):
-    return cta.tables.docs[doc, int(column)]
+def doc_word(cta: Cta, row, column: Doc):
+    """Of the sequence of a round. The words of the round come first."""
+    return cta.tables.docs[row, len(Round) + int(column)]
 
 
 def round_word(cta: Cta, row, column: Round):
-    return cta.tables.rounds[row, int(column)]
+    return cta.tables.docs[row, int(column)]
 
 
 def bundle_word(cta: Cta, bundle, column: PackedBundle):
