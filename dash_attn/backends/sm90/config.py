@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import lru_cache
 
 from .barriers import ring_depth_needed
@@ -26,7 +27,21 @@ DTYPE_OF = {"bfloat16": "bf16", "float16": "fp16"}  # of tensors, and in a confi
 KV_COUNTERS = 8  # the word of the buffer `words` at which the turnstiles of cut chains begin; word 0 counts tickets
 MOST_TURNS = 2**16 - 1  # of a q tile, because two halves may count in one word
 MANY_KEYS = {64: 1024, 128: 2048}  # by padded head dim: from this many keys per query on, "postpass" is faster
+PIECE_ROWS = 128  # rows of K or V that one CTA copies at most (device/spread.py)
 SPARE_REGS = 24  # registers that a consumer thread needs beside its tiles
+
+
+class Piece(IntEnum):
+    """Columns of the table `pieces`: rows that are copied together.
+
+    SOURCE, FILLED  the first row, and how many are copied
+    COPY, ROWS      where they go, and how many are written. Those that are not copied are zeros
+    """
+
+    SOURCE = 0
+    FILLED = 1
+    COPY = 2
+    ROWS = 3
 
 
 @dataclass(frozen=True)

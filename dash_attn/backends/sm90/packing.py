@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,9 +12,8 @@ from torch import Tensor
 from dash_attn.problem import Documents, Problem
 from dash_attn.program.program import Int32, Longs
 
+from .config import PIECE_ROWS
 from .tables import joined, uploaded
-
-PIECE_ROWS = 128  # rows that one CTA copies at most
 
 
 class Packing(NamedTuple):
@@ -25,19 +23,6 @@ class Packing(NamedTuple):
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-
-
-class Piece(IntEnum):
-    """Columns of the table `pieces`: rows that are copied together.
-
-    SOURCE, FILLED  the first row, and how many are copied
-    COPY, ROWS      where they go, and how many are written. Those that are not copied are zeros
-    """
-
-    SOURCE = 0
-    FILLED = 1
-    COPY = 2
-    ROWS = 3
 
 
 class Spread(NamedTuple):

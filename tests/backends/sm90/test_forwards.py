@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 
 from dash_attn.backends.cpu.forward import forward
 from dash_attn.backends.sm90 import fa4, forwards
+from dash_attn.backends.sm90.config import PIECE_ROWS, Piece
 from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose
-from dash_attn.backends.sm90.packing import PIECE_ROWS, Piece, packing_of, spread_of, spread_pieces
+from dash_attn.backends.sm90.packing import packing_of, spread_of, spread_pieces
 from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, tiles, window
 from tests.strategies import examples
 

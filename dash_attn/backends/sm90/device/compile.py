@@ -6,8 +6,7 @@ from cutlass import Float32, Int32, Int64
 from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
 from dash_attn.program import Chain
 
-from ..config import STAMPS, KernelConfig
-from ..packing import Piece
+from ..config import STAMPS, KernelConfig, Piece
 from .bundles import element
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"

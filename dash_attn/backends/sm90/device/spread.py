@@ -8,8 +8,7 @@ import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
 
-from ..config import KernelConfig
-from ..packing import PIECE_ROWS, Piece
+from ..config import PIECE_ROWS, KernelConfig, Piece
 
 THREADS = 256
 
@@ -21,7 +20,7 @@ class Spread:
     @cute.jit
     def __call__(self, sources: tuple, copies: tuple, pieces: cute.Tensor, stream: cu.CUstream):
         """sources, copies: k and v, (rows, heads, dim)
-        pieces: columns of packing.Piece
+        pieces: columns of config.Piece
         """
         grid = [pieces.shape[0] * len(sources), sources[0].shape[1], 1]
         self.kernel(sources, copies, pieces).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
