@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from dash_attn.jit import compiled
 from dash_attn.order import Order, Template
 from dash_attn.program.program import CHAIN, RUN, TILE, Chain, Geometry, Int32, Longs, Program, Queue, Run, Tile
-from dash_attn.tiling import Span, TileState, Tiling
+from dash_attn.tiling import TileState, Tiling
+
+Bools = npt.NDArray[np.bool_]
 
 
 def build(order: Order, queue: Queue) -> Program:
@@ -40,56 +42,54 @@ def build(order: Order, queue: Queue) -> Program:
 
 
 def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
-    """Runs of a template (columns RUN), and the first run of each chain (one more at the end)."""
-    runs, first = _cut(template.first, template.head, template.q, template.turn, tiling.state)
-    return runs.copy(), first
+    """Runs of a template (columns RUN), and the first run of each chain (one more at the end).
+
+    Each run is as long as it can be. A run of one task has step 1 and turn step 0.
+    """
+    head, q, turn = template.head, template.q, template.turn
+    chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
+    kind = tiling.state[chain, q]
+    move, turn_move = np.diff(q), np.diff(turn)
+    linked = (np.abs(move) == 1) & (chain[1:] == chain[:-1]) & (head[1:] == head[:-1]) & (kind[1:] == kind[:-1])
+    begins = np.ones(len(q), bool)
+    begins[1:] = ~linked
+    begins[1:][_cuts(linked, move, turn_move)] = True
+    begin = np.flatnonzero(begins)
+    count = np.diff(begin, append=len(q))
+    runs = np.empty((len(begin), len(RUN)), np.int32)
+    runs[:, Run.HEAD], runs[:, Run.FIRST_Q], runs[:, Run.COUNT] = head[begin], q[begin], count
+    runs[:, Run.TURN], runs[:, Run.PARTIAL] = turn[begin], kind[begin] == TileState.PARTIAL
+    runs[:, Run.STEP], runs[:, Run.TURN_STEP] = 1, 0
+    longer = count > 1
+    runs[longer, Run.STEP], runs[longer, Run.TURN_STEP] = move[begin[longer]], turn_move[begin[longer]]
+    return runs, np.searchsorted(begin, template.first)
 
 
-@compiled
-def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
-    """Each run is as long as it can be. A run of one task has step 1 and turn step 0."""
-    runs, run_first = np.empty((len(q), len(RUN)), np.int32), np.empty(len(first), np.int64)
-    r = 0
-    for chain in range(len(first) - 1):
-        run_first[chain] = r
-        t = first[chain]
-        while t < first[chain + 1]:
-            step, turn_step, kind, u = 1, 0, state[chain, q[t]], t + 1
-            while u < first[chain + 1] and head[u] == head[t] and (state[chain, q[u]] == kind):
-                move, turn_move = q[u] - q[u - 1], turn[u] - turn[u - 1]
-                if abs(move) != 1 or (u > t + 1 and (move != step or turn_move != turn_step)):
-                    break
-                step, turn_step = move, turn_move
-                u += 1
-            runs[r, Run.HEAD], runs[r, Run.FIRST_Q] = head[t], q[t]
-            runs[r, Run.STEP], runs[r, Run.COUNT] = step, u - t
-            runs[r, Run.TURN], runs[r, Run.TURN_STEP] = turn[t], turn_step
-            runs[r, Run.PARTIAL] = kind == TileState.PARTIAL
-            t = u
-            r += 1
-    run_first[-1] = r
-    return runs[:r], run_first
+def _cuts(linked: Bools, move: Longs, turn_move: Longs) -> Longs:
+    """Which links between neighbouring tasks are cut, so that all links of a run have the same moves.
+
+    A stretch of equal links is one run. The link to the task after the run is cut, and that is the first link of the
+    next stretch: the next stretch has one link less. If it has only that one, nothing remains of it, and the stretch
+    after it keeps all its links. So stretches of one link lose it by turns, and all others lose it if they follow.
+    """
+    same = linked[1:] & linked[:-1] & (move[1:] == move[:-1]) & (turn_move[1:] == turn_move[:-1])
+    first = np.flatnonzero(linked & ~np.append(False, same)) if len(linked) else np.zeros(0, np.int64)
+    follows = np.append(False, linked)[first]
+    single = ~np.append(same, False)[first] if len(linked) else follows
+    number = np.arange(len(first))
+    by_turns = follows & np.append(False, single[:-1])[: len(first)]
+    since = np.maximum.accumulate(np.where(by_turns, 0, number))
+    return first[follows[since] ^ ((number - since) % 2 == 1)]
 
 
 def tile_table(tiling: Tiling) -> Int32:
     """Runs of equal, non-empty state along each kv tile (columns TILE)."""
-    table: Int32 = _cut_tiles(tiling.state, tiling.spans).copy()
-    return table
-
-
-@compiled
-def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
-    table = np.empty((spans[:, Span.COUNT].sum(), len(TILE)), np.int32)
-    row = 0
-    for kv in range(len(spans)):
-        q = spans[kv, Span.FIRST]
-        while q < spans[kv, Span.END]:
-            kind, end = state[kv, q], q + 1
-            while end < spans[kv, Span.END] and state[kv, end] == kind:
-                end += 1
-            if kind != TileState.EMPTY:
-                table[row, Tile.KV_TILE], table[row, Tile.FIRST_Q], table[row, Tile.COUNT] = kv, q, end - q
-                table[row, Tile.PARTIAL] = kind == TileState.PARTIAL
-                row += 1
-            q = end
-    return table[:row]
+    state = tiling.state
+    begins = np.ones(state.shape, bool)
+    begins[:, 1:] = state[:, 1:] != state[:, :-1]
+    begin = np.flatnonzero(begins)
+    kind = state.reshape(-1)[begin]
+    table = np.empty((len(begin), len(TILE)), np.int32)
+    table[:, Tile.KV_TILE], table[:, Tile.FIRST_Q] = np.divmod(begin, max(1, tiling.num_q))
+    table[:, Tile.COUNT], table[:, Tile.PARTIAL] = np.diff(begin, append=state.size), kind == TileState.PARTIAL
+    return table[kind != TileState.EMPTY]
