@@ -14,7 +14,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 

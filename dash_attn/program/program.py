@@ -252,7 +252,7 @@ class Program:
         groups = self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD]
         return frozen(groups * (g.group * g.num_q))
 
-    def runs_of(self, chains: Longs) -> Longs:
+    def runs_of(self, chains: Int32 | Longs) -> Longs:
         """The rows in `runs` of some chains, one chain after the other."""
         first, count = (self.chains[chains, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
         return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())

@@ -49,37 +49,38 @@ def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
     head, q, turn = template.head, template.q, template.turn
     chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
     kind = tiling.state[chain, q]
-    move, turn_move = np.diff(q), np.diff(turn)
-    linked = (np.abs(move) == 1) & (chain[1:] == chain[:-1]) & (head[1:] == head[:-1]) & (kind[1:] == kind[:-1])
-    begins = np.ones(len(q), bool)
-    begins[1:] = ~linked
-    begins[1:][_cuts(linked, move, turn_move)] = True
+    move, turn_move = np.diff(q, prepend=q[:1]), np.diff(turn, prepend=turn[:1])
+    linked = np.abs(move) == 1  # to the task before
+    linked[1:] &= (chain[1:] == chain[:-1]) & (head[1:] == head[:-1]) & (kind[1:] == kind[:-1])
+    begins = ~linked
+    begins[_cuts(linked, move, turn_move)] = True
     begin = np.flatnonzero(begins)
     count = np.diff(begin, append=len(q))
     runs = np.empty((len(begin), len(RUN)), np.int32)
     runs[:, Run.HEAD], runs[:, Run.FIRST_Q], runs[:, Run.COUNT] = head[begin], q[begin], count
     runs[:, Run.TURN], runs[:, Run.PARTIAL] = turn[begin], kind[begin] == TileState.PARTIAL
-    runs[:, Run.STEP], runs[:, Run.TURN_STEP] = 1, 0
-    longer = count > 1
-    runs[longer, Run.STEP], runs[longer, Run.TURN_STEP] = move[begin[longer]], turn_move[begin[longer]]
+    second = np.where(count > 1, begin + 1, begin)
+    runs[:, Run.STEP], runs[:, Run.TURN_STEP] = np.where(count > 1, move[second], 1), (turn[second] - turn[begin])
     return runs, np.searchsorted(begin, template.first)
 
 
 def _cuts(linked: Bools, move: Longs, turn_move: Longs) -> Longs:
-    """Which links between neighbouring tasks are cut, so that all links of a run have the same moves.
+    """Which links are cut, so that all links of a run have the same moves.
 
-    A stretch of equal links is one run. The link to the task after the run is cut, and that is the first link of the
-    next stretch: the next stretch has one link less. If it has only that one, nothing remains of it, and the stretch
-    after it keeps all its links. So stretches of one link lose it by turns, and all others lose it if they follow.
+    A stretch of equal links is one run. The link to the task after the run is cut. It is the first link of the next
+    stretch, if links go on. If it is the only link of that stretch, the stretch after it keeps all its links. So a
+    stretch that follows another loses its first link, and of stretches of one link in a row every other does.
     """
-    same = linked[1:] & linked[:-1] & (move[1:] == move[:-1]) & (turn_move[1:] == turn_move[:-1])
-    first = np.flatnonzero(linked & ~np.append(False, same)) if len(linked) else np.zeros(0, np.int64)
-    follows = np.append(False, linked)[first]
-    single = ~np.append(same, False)[first] if len(linked) else follows
+    same = linked.copy()
+    same[1:] &= linked[:-1] & (move[1:] == move[:-1]) & (turn_move[1:] == turn_move[:-1])
+    first = np.flatnonzero(linked & ~same)
+    follows, single = linked[first - 1], ~np.append(same, False)[first + 1]
+    in_a_row = follows.copy()
+    in_a_row[1:] &= single[:-1]
     number = np.arange(len(first))
-    by_turns = follows & np.append(False, single[:-1])[: len(first)]
-    since = np.maximum.accumulate(np.where(by_turns, 0, number))
-    return first[follows[since] ^ ((number - since) % 2 == 1)]
+    since = np.maximum.accumulate(np.where(in_a_row, 0, number))
+    cuts: Longs = first[follows[since] ^ ((number - since) % 2 == 1)]
+    return cuts
 
 
 def tile_table(tiling: Tiling) -> Int32:
@@ -92,4 +93,5 @@ def tile_table(tiling: Tiling) -> Int32:
     table = np.empty((len(begin), len(TILE)), np.int32)
     table[:, Tile.KV_TILE], table[:, Tile.FIRST_Q] = np.divmod(begin, max(1, tiling.num_q))
     table[:, Tile.COUNT], table[:, Tile.PARTIAL] = np.diff(begin, append=state.size), kind == TileState.PARTIAL
-    return table[kind != TileState.EMPTY]
+    table = table[kind != TileState.EMPTY]
+    return table

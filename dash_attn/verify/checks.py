@@ -11,8 +11,9 @@ from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, play
 from dash_attn.program.program import Longs
 from dash_attn.program.replay import STUCK
 from dash_attn.verify.errors import TooFewWorkers, VerifyError, require
-from dash_attn.verify.panels import Bools, check_panel, panels
-from dash_attn.verify.tables import check_tables, group_of, tile_states
+from dash_attn.verify.panels import check_panel, panels
+from dash_attn.verify.tables import check_tables, tile_states
+from dash_attn.verify.waits import rounds_of, waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,34 +58,16 @@ def verify(program: Program) -> Verified:
     check_tables(program)
     state = tile_states(program)
     kinds, kind_of = panels(program)
-    sums = [check_panel(panel, state) for panel in kinds]
-    if all(each.in_sequence for each in sums):
-        return Verified(program, min(1, program.num_bundles), np.arange(program.num_bundles))
-    begins = [each.rounds(panel.starts) for each, panel in zip(sums, kinds, strict=True)]
-    rounds = _rounds(program, [begins[kind] for kind in kind_of])
-    alone = [program.bundles] if rounds is None else [panel.bundles for panel in kinds]
-    return Verified(program, max(_needs(program, bundles) for bundles in alone), rounds)
-
-
-def _rounds(program: Program, begins: list[Bools]) -> Longs | None:
-    """The round of each bundle, if the launch queue goes round by round. `begins` marks, group by group, the bundles
-    with which a round begins.
-
-    Such a queue needs as many workers as its neediest panel alone. Proof: let R workers be enough for each panel alone,
-    and let the queue be stuck with R bundles at work. All rounds before the first unfinished round are done. If bundles
-    of that round are still to start, all R bundles at work are of that round, and R are enough. If none is still to
-    start, all bundles of the round are at work, and they wait only for each other. Both ways some bundle moves.
-    """
-    group = group_of(program)[program.launch]
-    of_bundle = group[program.bundle_first[:-1]]
-    if (group != np.repeat(of_bundle, np.diff(program.bundle_first))).any():
-        return None  # a bundle has chains of several groups
-    begin = np.empty(len(of_bundle), bool)
-    begin[np.argsort(of_bundle, kind="stable")] = np.concatenate(begins)
-    if not begin[1:][of_bundle[1:] != of_bundle[:-1]].all():
-        return None  # bundles of other groups come between the bundles of a round
-    rounds: Longs = np.cumsum(begin)
-    return rounds
+    found = [waits(panel, check_panel(panel, state)) for panel in kinds]
+    known = [each for each in found if each is not None]
+    rounds = rounds_of(program, [known[kind].held == 0 for kind in kind_of]) if len(known) == len(kinds) else None
+    if rounds is None:
+        return Verified(program, _needs(program, program.bundles), None)
+    needs = [
+        int(each.held.max(initial=-1)) + 1 if each.orderly else _needs(program, panel.bundles)
+        for panel, each in zip(kinds, known, strict=True)
+    ]
+    return Verified(program, max(needs), rounds)
 
 
 def _needs(program: Program, bundles: Sequences) -> int:

@@ -26,6 +26,12 @@ class Panel:
     starts: Bools
 
     @property
+    def tasks(self) -> Longs:
+        """How many tasks each chain has."""
+        counts: Longs = np.diff(self.program.task_first)[self.chains]
+        return counts
+
+    @property
     def bundles(self) -> Sequences:
         first = np.concatenate([np.flatnonzero(self.starts), [len(self.chains)]]).astype(np.int32)
         return Sequences(first, self.chains)
@@ -51,56 +57,44 @@ def panels(program: Program) -> tuple[list[Panel], Longs]:
 class Sums:
     """The contributions of a panel: dQ tile by dQ tile, and in each by turn.
 
-    `place` is the place of the contributing chain in the panel, and `opens` marks the first contribution of a sum.
+    `task` is the number of the contributing task in the panel, whose tasks are numbered as they are launched. `opens`
+    marks the first contribution of each sum.
     """
 
-    place: Longs
+    task: Longs
     opens: Bools
-
-    @property
-    def in_sequence(self) -> bool:
-        """If chains run one after the other as they are launched, every task finds that its turn has come."""
-        return bool((self.opens[1:] | (self.place[1:] > self.place[:-1])).all())
-
-    def rounds(self, starts: Bools) -> Bools:
-        """Does a round begin with this bundle? Bundles of a round may wait for each other; no bundle waits for a later
-        round. Rounds are as short as they can be."""
-        bundle = np.cumsum(starts) - 1
-        before, after = bundle[self.place[:-1]], bundle[self.place[1:]]
-        waits = ~self.opens[1:] & (before > after)  # for a bundle that is launched later
-        begun, ended = (np.bincount(of[waits] + 1, minlength=int(starts.sum()) + 1) for of in (after, before))
-        return np.cumsum(begun - ended)[:-1] == 0
 
 
 def check_panel(panel: Panel, state: States) -> Sums:
     """VerifyError names a tile that is not visited once with the right mask flag, or turns that are no permutation."""
     program, g = panel.program, panel.program.geometry
     kv, size = program.chains[panel.chains, Chain.KV_TILE], g.group * g.num_q
-    tasks = np.diff(program.task_first)[panel.chains]
+    tasks = panel.tasks
     wrong = tasks != np.count_nonzero(state, axis=1)[kv] * g.group
     if wrong.any():  # there may be more tasks than fit in memory
         raise _cover_error(program, int(panel.chains[wrong][0]), state)
     room = np.tile(program.contributors.astype(np.int64), g.group)
     begin = np.cumsum(room) - room
-    place = np.full(tasks.sum(), -1, np.int64)
-    opens = np.zeros(len(place) + 1, bool)
+    task = np.full(tasks.sum(), -1, np.int64)
+    opens = np.zeros(len(task) + 1, bool)
     opens[begin] = True
-    chains_at_once = max(1, BLOCK // max(1, size))
+    done, chains_at_once = 0, max(1, BLOCK // max(1, size))
     for first in range(0, len(kv), chains_at_once):
         some = slice(first, first + chains_at_once)
         target, turn, states = _visits(panel, some)
-        chain = np.repeat(np.arange(len(kv))[some], tasks[some])
+        chain = np.repeat(np.arange(len(kv[some])), tasks[some])
         visited = np.zeros((len(kv[some]), g.group, g.num_q), np.int8)
-        visited.reshape(-1)[(chain - first) * size + target] = states
+        visited.reshape(-1)[chain * size + target] = states
         differ = visited != state[kv[some], None]
         if differ.any():
             raise _cover_error(program, int(panel.chains[some][differ.any((1, 2))][0]), state)
         if ((turn < 0) | (turn >= room[target])).any():
             raise _turn_error(panel, room)
-        place[begin[target] + turn] = chain
-    if (place < 0).any():
+        task[begin[target] + turn] = np.arange(done, done + len(turn))
+        done += len(turn)
+    if (task < 0).any():
         raise _turn_error(panel, room)
-    return Sums(place, opens[:-1])
+    return Sums(task, opens[:-1])
 
 
 def _visits(panel: Panel, some: slice) -> tuple[Longs, Longs, States]:
@@ -126,13 +120,13 @@ def _cover_error(program: Program, chain: int, state: States) -> VerifyError:
             if task.partial != (state[kv_tile, task.q_tile] == TileState.PARTIAL):
                 return VerifyError(f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial", (task,))
             seen.add((task.q_head, task.q_tile))
-    needed = (
-        (head, q) for head in range(kv_head * heads, (kv_head + 1) * heads) for q in np.flatnonzero(state[kv_tile])
-    )
-    q_head, q_tile = next(tile for tile in needed if tile not in seen)
-    missed = Task(batch, q_head, int(q_tile), kv_tile, -1)
-    text = str(missed).replace(", turn -1", "")
-    return VerifyError(f"tile missed: {text} is not empty and no task visits it", (missed,))
+    for q_head in range(kv_head * heads, (kv_head + 1) * heads):
+        for q_tile in np.flatnonzero(state[kv_tile]).tolist():
+            if (q_head, q_tile) not in seen:
+                missed = Task(batch, q_head, q_tile, kv_tile, -1)
+                text = str(missed).replace(", turn -1", "")
+                return VerifyError(f"tile missed: {text} is not empty and no task visits it", (missed,))
+    raise AssertionError("the chain is right")
 
 
 def _turn_error(panel: Panel, room: Longs) -> VerifyError:

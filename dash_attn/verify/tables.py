@@ -21,9 +21,8 @@ def check_tables(program: Program) -> None:
     times = np.bincount(_number(program), minlength=g.num_groups * g.num_kv)
     for number in np.flatnonzero(times != 1)[:1].tolist():
         rest, tile = divmod(number, g.num_kv)
-        raise VerifyError(
-            f"broken chain: {_name(*divmod(rest, g.heads_kv), tile)} stands {times[number]} times, not once"
-        )
+        batch, head = divmod(rest, g.heads_kv)
+        raise VerifyError(f"broken chain: {_name(batch, head, tile)} stands {times[number]} times, not once")
     # A table may hold any 32-bit number, and sums of them need more bits.
     first, count = (chains[:, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
     for chain in np.flatnonzero((first < 0) | (count < 0) | (first + count > len(runs)))[:1]:
