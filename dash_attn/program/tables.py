@@ -93,5 +93,5 @@ def tile_table(tiling: Tiling) -> Int32:
     table = np.empty((len(begin), len(TILE)), np.int32)
     table[:, Tile.KV_TILE], table[:, Tile.FIRST_Q] = np.divmod(begin, max(1, tiling.num_q))
     table[:, Tile.COUNT], table[:, Tile.PARTIAL] = np.diff(begin, append=state.size), kind == TileState.PARTIAL
-    table = table[kind != TileState.EMPTY]
-    return table
+    not_empty: Int32 = table[kind != TileState.EMPTY]
+    return not_empty

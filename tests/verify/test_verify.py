@@ -288,6 +288,38 @@ def test_co_resident_is_exact(program: Program) -> None:
             verify(program).on(workers)
 
 
+@examples(300)
+@given(programs(), st.booleans(), st.integers(0, 2**32 - 1))
+def test_no_bundle_waits_for_a_later_round(program: Program, shuffle: bool, seed: int) -> None:
+    """Rounds follow each other, and a placement that keeps the bundles of each round apart finishes."""
+    rng, book = np.random.default_rng(seed), Book.of(program)
+    if shuffle:
+        (permute_the_launch if seed % 2 else cut_other_bundles)(book, rng)
+    try:
+        verified = verify(book.close())
+    except VerifyError:
+        assume(False)
+    rounds, needed = verified.rounds, verified.co_resident
+    assert finishes(book.sequences(), max(needed, 1)) and (needed <= 1 or not finishes(book.sequences(), needed - 1))
+    event("no rounds" if rounds is None else f"{needed > 1}")
+    if rounds is None:
+        return
+    assert (np.diff(rounds) >= 0).all() and (np.diff(rounds) <= 1).all() and len(rounds) == len(book.bundle_first) - 1
+    round_at = {
+        (name[:3], turn): number
+        for number, sequence in zip(rounds.tolist(), book.sequences(), strict=True)
+        for name, turn in sequence
+    }
+    assert all(number >= round_at.get((tile, turn - 1), 0) for (tile, turn), number in round_at.items())
+    workers = int(np.bincount(rounds).max(initial=1)) + int(rng.integers(3))
+    lines: list[list[tuple[tuple[int, int, int, int], int]]] = [[] for _ in range(workers)]
+    for number in np.unique(rounds):
+        sequences = [sequence for r, sequence in zip(rounds, book.sequences(), strict=True) if r == number]
+        for worker, sequence in zip(rng.permutation(workers), sequences, strict=False):
+            lines[worker] += sequence
+    assert finishes(lines, workers)
+
+
 def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:
     """The tasks of each worker."""
     book = Book.of(program)
