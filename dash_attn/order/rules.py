@@ -24,8 +24,11 @@ class Tasks:
 
     @staticmethod
     def of(tiling: Tiling) -> Tasks:
-        touched = tiling.state != TileState.EMPTY
-        return Tasks(*np.nonzero(touched[:, None].repeat(tiling.heads, 1)))
+        touched = np.repeat(tiling.state != TileState.EMPTY, tiling.heads, axis=0)
+        count = np.repeat(tiling.spans[:, Span.COUNT], tiling.heads)
+        row = np.repeat(np.arange(len(touched)), count)  # a chain and a query head
+        chain, head = (np.repeat(each, count) for each in np.divmod(np.arange(len(touched)), tiling.heads))
+        return Tasks(chain, head, np.flatnonzero(touched) - row * tiling.num_q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +58,11 @@ def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:
         # Chains contribute one after the other: the turn is how many chains before visit the q tile.
-        chains, turn = np.lexsort((rules.rank, window)), np.empty(tiling.state.shape, np.int32)
-        turn[chains] = np.cumsum(tiling.state[chains] != TileState.EMPTY, 0, np.int32) - 1
-        return Template(first, head, q, turn[chain, q].astype(np.int64))
+        before, turn = np.zeros(tiling.num_q, np.int64), np.empty(tiling.state.shape, np.int64)
+        for each in np.lexsort((rules.rank, window)):
+            turn[each] = before
+            before += tiling.state[each] != TileState.EMPTY
+        return Template(first, head, q, turn.reshape(-1).take(chain * tiling.num_q + q))
     arrival = np.arange(len(chain)) - first[chain] + (0 if rules.start is None else rules.start[chain])
     place = (window[chain] * (1 + arrival.max(initial=0)) + arrival) * num_kv + rules.rank[chain]
     return Template(first, head, q, turns(head * tiling.num_q + q, place))

@@ -46,12 +46,13 @@ def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
 
     Each run is as long as it can be. A run of one task has step 1 and turn step 0.
     """
-    head, q, turn = template.head, template.q, template.turn
+    head, q, turn = (column.astype(np.int32) for column in (template.head, template.q, template.turn))
     chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
-    kind = tiling.state[chain, q]
+    kind = tiling.state.reshape(-1).take(chain * tiling.num_q + q)
+    alike = (chain.astype(np.int32) * tiling.heads + head) * len(TileState) + kind
     move, turn_move = np.diff(q, prepend=q[:1]), np.diff(turn, prepend=turn[:1])
     linked = np.abs(move) == 1  # to the task before
-    linked[1:] &= (chain[1:] == chain[:-1]) & (head[1:] == head[:-1]) & (kind[1:] == kind[:-1])
+    linked[1:] &= alike[1:] == alike[:-1]
     begins = ~linked
     begins[_cuts(linked, move, turn_move)] = True
     begin = np.flatnonzero(begins)
@@ -64,7 +65,7 @@ def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
     return runs, np.searchsorted(begin, template.first)
 
 
-def _cuts(linked: Bools, move: Longs, turn_move: Longs) -> Longs:
+def _cuts(linked: Bools, move: Int32, turn_move: Int32) -> Longs:
     """Which links are cut, so that all links of a run have the same moves.
 
     A stretch of equal links is one run. The link to the task after the run is cut. It is the first link of the next
@@ -79,7 +80,7 @@ def _cuts(linked: Bools, move: Longs, turn_move: Longs) -> Longs:
     in_a_row[1:] &= single[:-1]
     number = np.arange(len(first))
     since = np.maximum.accumulate(np.where(in_a_row, 0, number))
-    cuts: Longs = first[follows[since] ^ ((number - since) % 2 == 1)]
+    cuts: Longs = first[follows[since] ^ ((number - since) & 1 == 1)]
     return cuts
 
 
