@@ -240,17 +240,20 @@ class Program:
     @cached_property
     def contributors(self) -> Int32:
         """How many contributions the dQ tile of each q tile receives. It is the same in every plane."""
-        delta = np.zeros(self.geometry.num_q + 1, np.int64)
-        np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
-        np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
-        return frozen(np.cumsum(delta)[:-1].astype(np.int32))
+        first, size = self.tiles[:, Tile.FIRST_Q], self.geometry.num_q + 1
+        begun, ended = (np.bincount(q, minlength=size) for q in (first, first + self.tiles[:, Tile.COUNT]))
+        return frozen(np.cumsum(begun - ended)[:-1].astype(np.int32))
+
+    @cached_property
+    def groups(self) -> Longs:
+        """The group of each chain: its batch and kv head as one number."""
+        batch, kv_head = self.chains[:, Chain.BATCH].astype(np.int64), self.chains[:, Chain.KV_HEAD]
+        return frozen(batch * self.geometry.heads_kv + kv_head)
 
     @cached_property
     def target_base(self) -> Longs:
         """Turnstile of q tile 0 of the first query head of each chain's group."""
-        g = self.geometry
-        groups = self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD]
-        return frozen(groups * (g.group * g.num_q))
+        return frozen(self.groups * (self.geometry.group * self.geometry.num_q))
 
     def runs_of(self, chains: Int32 | Longs) -> Longs:
         """The rows in `runs` of some chains, one chain after the other."""

@@ -50,8 +50,9 @@ def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
     chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
     kind = tiling.state.reshape(-1).take(chain * tiling.num_q + q)
     alike = (chain.astype(np.int32) * tiling.heads + head) * len(TileState) + kind
-    move, turn_move = np.diff(q, prepend=q[:1]), np.diff(turn, prepend=turn[:1])
-    linked = np.abs(move) == 1  # to the task before
+    move, turn_move = np.zeros_like(q), np.zeros_like(q)  # from the task before
+    move[1:], turn_move[1:] = q[1:] - q[:-1], turn[1:] - turn[:-1]
+    linked = np.abs(move) == 1
     linked[1:] &= alike[1:] == alike[:-1]
     begins = ~linked
     begins[_cuts(linked, move, turn_move)] = True

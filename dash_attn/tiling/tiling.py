@@ -61,6 +61,7 @@ class Tiling:
     state: States
     heads: int
 
+    @cached_property
     def by_head(self) -> Tiling:
         """The same tiles in panels of one q head."""
         return replace(self, heads=1)

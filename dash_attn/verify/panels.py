@@ -11,7 +11,7 @@ from dash_attn.program import Chain, Program, Run, Sequences, Task
 from dash_attn.program.program import Int32, Longs, numbers
 from dash_attn.tiling import TileState
 from dash_attn.verify.errors import VerifyError
-from dash_attn.verify.tables import States, group_of
+from dash_attn.verify.tables import States
 
 Bools = npt.NDArray[np.bool_]
 BLOCK = 2**18  # tiles that are unrolled at a time: the arrays stay in cache
@@ -40,7 +40,7 @@ class Panel:
 def panels(program: Program) -> tuple[list[Panel], Longs]:
     """Panels that differ in their runs, launch or bundles, and which of them each group is like."""
     g = program.geometry
-    chains = program.launch[np.argsort(group_of(program)[program.launch], kind="stable")]
+    chains = program.launch[np.argsort(program.groups[program.launch], kind="stable")]
     starts = np.zeros(len(chains), bool)
     starts[program.launch[program.bundle_first[:-1]]] = True
     by_group = chains.reshape(g.num_groups, g.num_kv)

@@ -18,7 +18,7 @@ def check_tables(program: Program) -> None:
     for column, end in ((Chain.BATCH, g.batch), (Chain.KV_HEAD, g.heads_kv), (Chain.KV_TILE, g.num_kv)):
         name = column.name.lower().replace("_", " ")
         require(_within(chains[:, column], end), f"a chain's {name} is out of range")
-    times = np.bincount(_number(program), minlength=g.num_groups * g.num_kv)
+    times = np.bincount(program.groups * g.num_kv + chains[:, Chain.KV_TILE], minlength=g.num_groups * g.num_kv)
     for number in np.flatnonzero(times != 1)[:1].tolist():
         rest, tile = divmod(number, g.num_kv)
         batch, head = divmod(rest, g.heads_kv)
@@ -51,16 +51,6 @@ def tile_states(program: Program) -> States:
         state.reshape(-1)[tiles] = np.repeat(np.where(partial, TileState.PARTIAL, TileState.FULL), count)
     require(fits and np.count_nonzero(state) == count.sum(), "the tile table is broken")
     return state
-
-
-def group_of(program: Program) -> Longs:
-    """The group of each chain: its batch and kv head as one number."""
-    groups: Longs = program.chains[:, Chain.BATCH].astype(np.int64) * program.geometry.heads_kv
-    return groups + program.chains[:, Chain.KV_HEAD]
-
-
-def _number(program: Program) -> Longs:
-    return group_of(program) * program.geometry.num_kv + program.chains[:, Chain.KV_TILE]
 
 
 def _within(column: Int32 | Longs, end: int) -> bool:

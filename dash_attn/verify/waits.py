@@ -9,7 +9,6 @@ import numpy as np
 from dash_attn.program import Program
 from dash_attn.program.program import Longs
 from dash_attn.verify.panels import Bools, Panel, Sums
-from dash_attn.verify.tables import group_of
 
 PASSES = 32  # over all tasks of a panel; orders of the policies need two or three
 
@@ -74,7 +73,7 @@ def rounds_of(program: Program, begins: list[Bools]) -> Longs | None:
     of that round are still to start, all R bundles at work are of that round, and R are enough. If none is still to
     start, all bundles of the round are at work, and they wait only for each other. Both ways some bundle moves.
     """
-    group = group_of(program)[program.launch]
+    group = program.groups[program.launch]
     of_bundle = group[program.bundle_first[:-1]]
     if (group != np.repeat(of_bundle, np.diff(program.bundle_first))).any():
         return None  # a bundle has chains of several groups
