@@ -58,11 +58,11 @@ def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:
         # Chains contribute one after the other: the turn is how many chains before visit the q tile.
-        before, turn = np.zeros(tiling.num_q, np.int64), np.empty(tiling.state.shape, np.int64)
+        before, turn = np.zeros(tiling.num_q, np.int32), np.empty(tiling.state.shape, np.int32)
         for each in np.lexsort((rules.rank, window)):
             turn[each] = before
             before += tiling.state[each] != TileState.EMPTY
-        return Template(first, head, q, turn.reshape(-1).take(chain * tiling.num_q + q))
+        return Template(first, head, q, turn.reshape(-1).take(chain * tiling.num_q + q).astype(np.int64))
     arrival = np.arange(len(chain)) - first[chain] + (0 if rules.start is None else rules.start[chain])
     place = (window[chain] * (1 + arrival.max(initial=0)) + arrival) * num_kv + rules.rank[chain]
     return Template(first, head, q, turns(head * tiling.num_q + q, place))

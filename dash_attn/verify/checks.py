@@ -58,11 +58,12 @@ def verify(program: Program) -> Verified:
     check_tables(program)
     state = tile_states(program)
     kinds, kind_of = panels(program)
-    found = [waits(panel, check_panel(panel, state)) for panel in kinds]
-    known = [each for each in found if each is not None]
+    maybe = [waits(panel, check_panel(panel, state)) for panel in kinds]
+    known = [each for each in maybe if each is not None]
     rounds = rounds_of(program, [known[kind].held == 0 for kind in kind_of]) if len(known) == len(kinds) else None
     if rounds is None:
         return Verified(program, _needs(program, program.bundles), None)
+    # The queue needs what its neediest panel needs alone: see `rounds_of`.
     needs = [
         int(each.held.max(initial=-1)) + 1 if each.orderly else _needs(program, panel.bundles)
         for panel, each in zip(kinds, known, strict=True)

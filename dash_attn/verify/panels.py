@@ -50,7 +50,7 @@ def panels(program: Program) -> tuple[list[Panel], Longs]:
         first, kind_of = np.zeros(1, np.int64), np.zeros(len(keys), np.int64)
     else:
         _, first, kind_of = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    return [Panel(program, by_group[group], starts[by_group[group]]) for group in first], kind_of
+    return [Panel(program, by_group[group], starts[by_group[group]]) for group in first], kind_of.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)

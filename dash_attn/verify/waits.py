@@ -25,7 +25,7 @@ class Waits:
 
 
 def waits(panel: Panel, sums: Sums) -> Waits | None:
-    """None if the bundles wait in so many ways that they must be replayed."""
+    """The waits of a panel, or None if only a replay of the whole program can tell."""
     if not panel.starts[:1].all():
         return None  # its first bundle begins with a chain of another panel
     task, opens, count = sums.task, sums.opens, int(panel.starts.sum())
@@ -59,7 +59,7 @@ def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
         needed = np.maximum.accumulate(needed + by_bundle) - by_bundle
         if np.array_equal(before, needed):
             last = np.arange(count)
-            last[bundle] = needed  # the last task of a bundle needs what any of its tasks needs
+            last[bundle] = needed  # the last task of each bundle is written last, and needs most
             return last
     return None
 
