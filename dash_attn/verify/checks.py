@@ -61,8 +61,10 @@ def verify(program: Program) -> Verified:
     maybe = [waits(panel, check_panel(panel, state)) for panel in kinds]
     known = [each for each in maybe if each is not None]
     rounds = rounds_of(program, [known[kind].held == 0 for kind in kind_of]) if len(known) == len(kinds) else None
-    if rounds is None:
-        return Verified(program, _needs(program, program.bundles), None)
+    # Panels that add to the same dK and dV wait for each other, so none of them can be replayed alone.
+    together = program.geometry.share > 1 and not all(each.orderly for each in known)
+    if rounds is None or together:
+        return Verified(program, _needs(program, program.bundles), rounds)
     # The queue needs what its neediest panel needs alone: see `rounds_of`.
     needs = [
         int(each.held.max(initial=-1)) + 1 if each.orderly else _needs(program, panel.bundles)

@@ -15,6 +15,9 @@ States = npt.NDArray[np.int8]
 
 def check_tables(program: Program) -> None:
     g, chains, runs = program.geometry, program.chains, program.runs
+    require(
+        g.heads_kv % g.share == 0, f"{g.heads_kv} panels are no multiple of {g.share}, which add to the same dK and dV"
+    )
     for column, end in ((Chain.BATCH, g.batch), (Chain.KV_HEAD, g.heads_kv), (Chain.KV_TILE, g.num_kv)):
         name = column.name.lower().replace("_", " ")
         require(_within(chains[:, column], end), f"a chain's {name} is out of range")

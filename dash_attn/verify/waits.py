@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dash_attn.program import Program
+from dash_attn.program import Chain, Program
 from dash_attn.program.program import Longs
 from dash_attn.verify.panels import Bools, Panel, Sums
 
@@ -77,9 +77,23 @@ def rounds_of(program: Program, begins: list[Bools]) -> Longs | None:
     of_bundle = group[program.bundle_first[:-1]]
     if (group != np.repeat(of_bundle, np.diff(program.bundle_first))).any():
         return None  # a bundle has chains of several groups
+    if not _ends_in_sequence(program):
+        return None  # a chain waits at the sums of dK and dV for a chain that is launched later
     begin = np.empty(len(of_bundle), bool)
     begin[np.argsort(of_bundle, kind="stable")] = np.concatenate(begins)
     if not begin[1:][of_bundle[1:] != of_bundle[:-1]].all():
         return None  # bundles of other groups come between the bundles of a round
     rounds: Longs = np.cumsum(begin)
     return rounds
+
+
+def _ends_in_sequence(program: Program) -> bool:
+    """Are the panels that add to the same dK and dV, in the order of their numbers, launched in that order?"""
+    g = program.geometry
+    if g.share == 1:
+        return True
+    place = np.empty(len(program.launch), np.int64)
+    chains = program.groups * g.num_kv + program.chains[:, Chain.KV_TILE]
+    place[chains[program.launch]] = np.arange(len(place))
+    sums = place.reshape(g.num_groups // g.share, g.share, g.num_kv)
+    return bool((sums[:, 1:] > sums[:, :-1]).all())

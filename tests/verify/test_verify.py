@@ -320,6 +320,20 @@ def test_no_bundle_waits_for_a_later_round(program: Program, shuffle: bool, seed
     assert finishes(lines, workers)
 
 
+def test_panels_that_share_keys_have_rounds_if_they_are_launched_in_order() -> None:
+    """The second q head adds to dK and dV after the first. If it is launched first, it waits for a later bundle."""
+    program = compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), "spt@head")
+    assert program.geometry.share == 2 and verify(program).rounds is not None
+    second_first = np.concatenate([program.launch[4:], program.launch[:4]])
+    assert verify(dataclasses.replace(program, launch=second_first)).rounds is None
+
+
+def test_panels_that_share_keys_come_in_whole_groups() -> None:
+    program = compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), "spt@head")
+    with pytest.raises(VerifyError, match="dK and dV"):
+        verify(dataclasses.replace(program, geometry=dataclasses.replace(program.geometry, share=3)))
+
+
 def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:
     """The tasks of each worker."""
     book = Book.of(program)
