@@ -7,6 +7,7 @@ import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -308,11 +309,11 @@ def test_no_bundle_waits_for_a_later_round(program: Program, shuffle: bool, seed
     round_at = {
         (name[:3], turn): number
         for number, sequence in zip(rounds.tolist(), book.sequences(), strict=True)
-        for name, turn in sequence
+        for name, turn, *_ in sequence
     }
     assert all(number >= round_at.get((tile, turn - 1), 0) for (tile, turn), number in round_at.items())
     workers = int(np.bincount(rounds).max(initial=1)) + int(rng.integers(3))
-    lines: list[list[tuple[tuple[int, int, int, int], int]]] = [[] for _ in range(workers)]
+    lines: list[list[Any]] = [[] for _ in range(workers)]
     for number in np.unique(rounds):
         sequences = [sequence for r, sequence in zip(rounds, book.sequences(), strict=True) if r == number]
         for worker, sequence in zip(rng.permutation(workers), sequences, strict=False):
