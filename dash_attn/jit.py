@@ -1,4 +1,4 @@
-"""Loops over millions of tasks are compiled with numba. Without numba the same loops run as plain Python, slowly."""
+"""Loops that numpy cannot replace are compiled with numba. Without numba they run as plain Python, more slowly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Loop = Callable[..., Any]
 def compiled(function: Loop) -> Loop:
     """Compile a loop when it is first called, and keep the machine code on disk, if a folder there is writable.
 
-    numba is imported by that first call, so a process that plans nothing never loads it.
+    numba is imported by that first call. Most plans need no such loop, so most processes never load it.
     """
     loop: Loop | None = None
 
@@ -29,7 +29,7 @@ def compiled(function: Loop) -> Loop:
 def _with_numba(function: Loop) -> Loop:
     try:
         import numba
-    except ImportError:  # numba is a declared dependency, but a machine without it stays usable
+    except ImportError:
         return function
     try:
         loop: Loop = numba.njit(cache=True, nogil=True)(function)

@@ -284,14 +284,14 @@ def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
     if choice.width is not None:
         raise ValueError(f"policy 'auto' cannot take width {choice.width}: it sets its own")
     by_head = cuts(tiling) if choice.panels is None else choice.by_head
-    return replace(choose(tiling.by_head() if by_head else tiling), panels=HEAD if by_head else None)
+    return replace(choose(tiling.by_head if by_head else tiling), panels=HEAD if by_head else None)
 
 
 def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
     """Order a tiling by a policy: its name or 'name:width', each with '@head' behind it or not, or 'auto', with '@head'
     or '@group' behind it or not."""
     choice = resolve(tiling, policy)
-    tiling = tiling.by_head() if choice.by_head else tiling
+    tiling = tiling.by_head if choice.by_head else tiling
     if choice.policy not in POLICIES:
         raise ValueError(f"unknown policy {choice.policy!r}: choose from auto, {', '.join(POLICIES)}")
     rule = POLICIES[choice.policy]

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dash_attn.jit import compiled
 from dash_attn.order.types import Ints, Template
-from dash_attn.tiling import Span, Tiling
+from dash_attn.tiling import Span, TileState, Tiling
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +24,11 @@ class Tasks:
 
     @staticmethod
     def of(tiling: Tiling) -> Tasks:
-        return Tasks(*_list_tasks(tiling.state, tiling.spans, tiling.heads))
+        touched = np.repeat(tiling.state != TileState.EMPTY, tiling.heads, axis=0)
+        count = np.repeat(tiling.spans[:, Span.COUNT], tiling.heads)
+        row = np.repeat(np.arange(len(touched)), count)  # a chain and a query head
+        chain, head = (np.repeat(each, count) for each in np.divmod(np.arange(len(touched)), tiling.heads))
+        return Tasks(chain, head, np.flatnonzero(touched) - row * tiling.num_q)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,39 +55,17 @@ def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
         sequence = np.argsort(place, kind="stable")  # fast where long runs are already sorted, up or down
         head, q = head[sequence], q[sequence]  # chains stay in their places
     first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * tiling.heads)])
-    target = head * tiling.num_q + q
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:
-        return Template(first, head, q, _count_up(np.lexsort((rules.rank, window)), first, target))
+        # Chains contribute one after the other: the turn is how many chains before visit the q tile.
+        before, turn = np.zeros(tiling.num_q, np.int32), np.empty(tiling.state.shape, np.int32)
+        for each in np.lexsort((rules.rank, window)):
+            turn[each] = before
+            before += tiling.state[each] != TileState.EMPTY
+        return Template(first, head, q, turn.reshape(-1).take(chain * tiling.num_q + q).astype(np.int64))
     arrival = np.arange(len(chain)) - first[chain] + (0 if rules.start is None else rules.start[chain])
     place = (window[chain] * (1 + arrival.max(initial=0)) + arrival) * num_kv + rules.rank[chain]
-    return Template(first, head, q, turns(target, place))
-
-
-@compiled
-def _list_tasks(state, spans, group):  # type: ignore[no-untyped-def]
-    total = group * spans[:, Span.COUNT].sum()
-    chain, head, q = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
-    t = 0
-    for kv in range(len(spans)):
-        for h in range(group):
-            for m in range(spans[kv, Span.FIRST], spans[kv, Span.END]):
-                if state[kv, m] != 0:
-                    chain[t], head[t], q[t] = kv, h, m
-                    t += 1
-    return chain, head, q
-
-
-@compiled
-def _count_up(chains, first, target):  # type: ignore[no-untyped-def]
-    """Turns of chains that contribute one after the other."""
-    turn = np.empty_like(target)
-    counter = np.zeros(target.max() + 1 if len(target) else 0, np.int64)
-    for chain in chains:
-        for t in range(first[chain], first[chain + 1]):
-            turn[t] = counter[target[t]]
-            counter[target[t]] += 1
-    return turn
+    return Template(first, head, q, turns(head * tiling.num_q + q, place))
 
 
 def turns(target: Ints, place: Ints) -> Ints:

@@ -14,8 +14,6 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.jit import compiled
-
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
@@ -180,9 +178,13 @@ class Mask:
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
         left, right = (far if side is None else max(-far, min(side, far)) for side in (self.left, self.right))
-        lo, hi = np.empty(len_q, np.int32), np.empty(len_q, np.int32)
-        _fill_intervals(np.array(parts.cu_q), np.array(parts.cu_k), left, right, lo, hi)
-        return lo, hi
+        cu_q, cu_k = np.array(parts.cu_q), np.array(parts.cu_k)
+        rows = np.diff(cu_q)
+        begin, end = np.repeat(cu_k[:-1], rows), np.repeat(cu_k[1:], rows)
+        position = np.arange(len_q) + np.repeat(cu_k[1:] - cu_q[1:], rows)
+        lo = np.clip(position - left, begin, end)
+        hi = np.maximum(lo, np.minimum(end, position + right + 1))
+        return lo.astype(np.int32), hi.astype(np.int32)
 
     def dense(self, len_q: int, len_k: int) -> Bool:
         """The mask element by element, for tests and small references."""
@@ -205,18 +207,6 @@ class Mask:
         if self.tiles is not None:
             parts.append(f"tiles{_grid(self.tiles)}")
         return " & ".join(parts) or "full"
-
-
-@compiled
-def _fill_intervals(cu_q, cu_k, left, right, lo, hi):  # type: ignore[no-untyped-def]
-    for document in range(len(cu_q) - 1):
-        begin, end = cu_k[document], cu_k[document + 1]
-        first, last = lo[cu_q[document] : cu_q[document + 1]], hi[cu_q[document] : cu_q[document + 1]]
-        for row in range(len(first)):
-            position = row + end - len(first)
-            low = min(max(begin, position - left), end)
-            first[row] = low
-            last[row] = max(low, min(end, position + right + 1))
 
 
 FULL = Mask()

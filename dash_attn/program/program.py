@@ -7,7 +7,7 @@ import operator
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -120,21 +120,6 @@ class Geometry:
     def num_targets(self) -> int:
         """dQ tiles of all planes. Each has a turnstile."""
         return self.num_groups * self.group * self.num_q
-
-    @property
-    def sizes(self) -> Sizes:
-        """The counts that compiled loops ask for."""
-        return Sizes(self.batch, self.heads_kv, self.group, self.num_q, self.num_kv)
-
-
-class Sizes(NamedTuple):
-    """Counts of a Geometry, in a form that compiled loops take."""
-
-    batch: int
-    heads_kv: int
-    group: int
-    num_q: int
-    num_kv: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,25 +240,31 @@ class Program:
     @cached_property
     def contributors(self) -> Int32:
         """How many contributions the dQ tile of each q tile receives. It is the same in every plane."""
-        delta = np.zeros(self.geometry.num_q + 1, np.int64)
-        np.add.at(delta, self.tiles[:, Tile.FIRST_Q], 1)
-        np.add.at(delta, self.tiles[:, Tile.FIRST_Q] + self.tiles[:, Tile.COUNT], -1)
-        return frozen(np.cumsum(delta)[:-1].astype(np.int32))
+        first, size = self.tiles[:, Tile.FIRST_Q], self.geometry.num_q + 1
+        begun, ended = (np.bincount(q, minlength=size) for q in (first, first + self.tiles[:, Tile.COUNT]))
+        return frozen(np.cumsum(begun - ended)[:-1].astype(np.int32))
+
+    @cached_property
+    def groups(self) -> Longs:
+        """The group of each chain: its batch and kv head as one number."""
+        batch, kv_head = self.chains[:, Chain.BATCH].astype(np.int64), self.chains[:, Chain.KV_HEAD]
+        return frozen(batch * self.geometry.heads_kv + kv_head)
 
     @cached_property
     def target_base(self) -> Longs:
         """Turnstile of q tile 0 of the first query head of each chain's group."""
-        g = self.geometry
-        groups = self.chains[:, Chain.BATCH].astype(np.int64) * g.heads_kv + self.chains[:, Chain.KV_HEAD]
-        return frozen(groups * (g.group * g.num_q))
+        return frozen(self.groups * (self.geometry.group * self.geometry.num_q))
+
+    def runs_of(self, chains: Int32 | Longs) -> Longs:
+        """The rows in `runs` of some chains, one chain after the other."""
+        first, count = (self.chains[chains, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
+        return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
 
     def expand(self) -> TaskArrays:
         """All tasks as flat arrays."""
-        first, count = self.chains[:, Chain.FIRST_RUN].astype(np.int64), self.chains[:, Chain.NUM_RUNS].astype(np.int64)
-        chain_of_run = np.repeat(np.arange(len(self.chains)), count)
-        run = np.repeat(first - np.concatenate([[0], np.cumsum(count)[:-1]]), count) + np.arange(count.sum())
-        head, q, turn, partial, length = unroll(self.runs[run])
-        chain = np.repeat(chain_of_run, length)
+        chains = np.arange(len(self.chains))
+        head, q, turn, partial = unroll(self.runs[self.runs_of(chains)])
+        chain = np.repeat(chains, np.diff(self.task_first))
         target = self.target_base[chain] + head * self.geometry.num_q + q
         return TaskArrays(chain, head, q, turn, partial != 0, target)
 
@@ -292,17 +283,22 @@ class Program:
         orders = dict[tuple[int, int], bytes]()  # chains that share runs are hashed once
         for *name, first, count in self.chains[np.lexsort(self.chains[:, Chain.KV_TILE :: -1].T)].tolist():
             if (first, count) not in orders:
-                visits = np.stack(unroll(self.runs[first : first + count])[:4])
+                visits = np.stack(unroll(self.runs[first : first + count]))
                 orders[first, count] = hashlib.sha256(visits.tobytes()).digest()
             digest.update(np.array(name).tobytes() + orders[first, count])
         return digest.hexdigest()[:16]
 
 
-def unroll(runs: Int32) -> tuple[Longs, Longs, Longs, Longs, Longs]:
-    """Runs to visits: head, q tile, turn and partial of each, and the length of each run."""
-    rows = runs.astype(np.int64)
-    length = rows[:, Run.COUNT]
-    begin = np.cumsum(length) - length
-    step = np.arange(length.sum()) - np.repeat(begin, length)
-    head, q0, dq, _, t0, dt, partial = (np.repeat(column, length) for column in rows.T)
-    return head, q0 + step * dq, t0 + step * dt, partial, length
+def unroll(runs: Int32) -> tuple[Longs, Longs, Longs, Longs]:
+    """Runs to visits: head, q tile, turn and partial of each."""
+    head, q, step, count, turn, turn_step, partial = runs.T.astype(np.int64)
+    return np.repeat(head, count), numbers(q, step, count), numbers(turn, turn_step, count), np.repeat(partial, count)
+
+
+def numbers(first: Longs, step: Longs, count: Longs) -> Longs:
+    """`count` numbers from `first` on, `step` apart: all numbers of the first run, then of the second, and so on. Every
+    run has at least one number."""
+    change = np.repeat(step, count)
+    change[:1] = first[:1]
+    change[(np.cumsum(count) - count)[1:]] = first[1:] - (first + step * (count - 1))[:-1]
+    return np.cumsum(change)

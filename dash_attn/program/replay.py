@@ -1,7 +1,8 @@
 """Replay: run the tasks of a Program without computing, to see which task waits for which, and when.
 
 Turns and visit orders are fixed. So every task runs at the same time, whichever worker the loop advances first. The
-loop needs no event queue and passes over the tasks once. `verify` and `simulate` use the same loop.
+loop needs no event queue and passes over the tasks once. `simulate` uses the loop, and so does
+`verify` where an order does not show by itself who waits for whom.
 """
 
 from __future__ import annotations

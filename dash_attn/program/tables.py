@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from dash_attn.jit import compiled
 from dash_attn.order import Order, Template
 from dash_attn.program.program import CHAIN, RUN, TILE, Chain, Geometry, Int32, Longs, Program, Queue, Run, Tile
-from dash_attn.tiling import Span, TileState, Tiling
+from dash_attn.tiling import TileState, Tiling
+
+Bools = npt.NDArray[np.bool_]
 
 
 def build(order: Order, queue: Queue) -> Program:
@@ -40,56 +42,58 @@ def build(order: Order, queue: Queue) -> Program:
 
 
 def encode(template: Template, tiling: Tiling) -> tuple[Int32, Longs]:
-    """Runs of a template (columns RUN), and the first run of each chain (one more at the end)."""
-    runs, first = _cut(template.first, template.head, template.q, template.turn, tiling.state)
-    return runs.copy(), first
+    """Runs of a template (columns RUN), and the first run of each chain (one more at the end).
+
+    Each run is as long as it can be. A run of one task has step 1 and turn step 0.
+    """
+    head, q, turn = (column.astype(np.int32) for column in (template.head, template.q, template.turn))
+    chain = np.repeat(np.arange(tiling.num_kv), np.diff(template.first))
+    kind = tiling.state.reshape(-1).take(chain * tiling.num_q + q)
+    alike = (chain.astype(np.int32) * tiling.heads + head) * len(TileState) + kind
+    move, turn_move = np.zeros_like(q), np.zeros_like(q)  # from the task before
+    move[1:], turn_move[1:] = q[1:] - q[:-1], turn[1:] - turn[:-1]
+    linked = np.abs(move) == 1
+    linked[1:] &= alike[1:] == alike[:-1]
+    begins = ~linked
+    begins[_cuts(linked, move, turn_move)] = True
+    begin = np.flatnonzero(begins)
+    count = np.diff(begin, append=len(q))
+    runs = np.empty((len(begin), len(RUN)), np.int32)
+    runs[:, Run.HEAD], runs[:, Run.FIRST_Q], runs[:, Run.COUNT] = head[begin], q[begin], count
+    runs[:, Run.TURN], runs[:, Run.PARTIAL] = turn[begin], kind[begin] == TileState.PARTIAL
+    second = np.where(count > 1, begin + 1, begin)
+    runs[:, Run.STEP], runs[:, Run.TURN_STEP] = np.where(count > 1, move[second], 1), (turn[second] - turn[begin])
+    return runs, np.searchsorted(begin, template.first)
 
 
-@compiled
-def _cut(first, head, q, turn, state):  # type: ignore[no-untyped-def]
-    """Each run is as long as it can be. A run of one task has step 1 and turn step 0."""
-    runs, run_first = np.empty((len(q), len(RUN)), np.int32), np.empty(len(first), np.int64)
-    r = 0
-    for chain in range(len(first) - 1):
-        run_first[chain] = r
-        t = first[chain]
-        while t < first[chain + 1]:
-            step, turn_step, kind, u = 1, 0, state[chain, q[t]], t + 1
-            while u < first[chain + 1] and head[u] == head[t] and (state[chain, q[u]] == kind):
-                move, turn_move = q[u] - q[u - 1], turn[u] - turn[u - 1]
-                if abs(move) != 1 or (u > t + 1 and (move != step or turn_move != turn_step)):
-                    break
-                step, turn_step = move, turn_move
-                u += 1
-            runs[r, Run.HEAD], runs[r, Run.FIRST_Q] = head[t], q[t]
-            runs[r, Run.STEP], runs[r, Run.COUNT] = step, u - t
-            runs[r, Run.TURN], runs[r, Run.TURN_STEP] = turn[t], turn_step
-            runs[r, Run.PARTIAL] = kind == TileState.PARTIAL
-            t = u
-            r += 1
-    run_first[-1] = r
-    return runs[:r], run_first
+def _cuts(linked: Bools, move: Int32, turn_move: Int32) -> Longs:
+    """Which links are cut, so that all links of a run have the same moves.
+
+    A stretch of equal links is one run. The link to the task after the run is cut. It is the first link of the next
+    stretch, if links go on. If it is the only link of that stretch, the stretch after it keeps all its links. So a
+    stretch that follows another loses its first link, and of stretches of one link in a row every other does.
+    """
+    same = linked.copy()
+    same[1:] &= linked[:-1] & (move[1:] == move[:-1]) & (turn_move[1:] == turn_move[:-1])
+    first = np.flatnonzero(linked & ~same)
+    follows, single = linked[first - 1], ~np.append(same, False)[first + 1]
+    in_a_row = follows.copy()
+    in_a_row[1:] &= single[:-1]
+    number = np.arange(len(first))
+    since = np.maximum.accumulate(np.where(in_a_row, 0, number))
+    cuts: Longs = first[follows[since] ^ ((number - since) & 1 == 1)]
+    return cuts
 
 
 def tile_table(tiling: Tiling) -> Int32:
     """Runs of equal, non-empty state along each kv tile (columns TILE)."""
-    table: Int32 = _cut_tiles(tiling.state, tiling.spans).copy()
-    return table
-
-
-@compiled
-def _cut_tiles(state, spans):  # type: ignore[no-untyped-def]
-    table = np.empty((spans[:, Span.COUNT].sum(), len(TILE)), np.int32)
-    row = 0
-    for kv in range(len(spans)):
-        q = spans[kv, Span.FIRST]
-        while q < spans[kv, Span.END]:
-            kind, end = state[kv, q], q + 1
-            while end < spans[kv, Span.END] and state[kv, end] == kind:
-                end += 1
-            if kind != TileState.EMPTY:
-                table[row, Tile.KV_TILE], table[row, Tile.FIRST_Q], table[row, Tile.COUNT] = kv, q, end - q
-                table[row, Tile.PARTIAL] = kind == TileState.PARTIAL
-                row += 1
-            q = end
-    return table[:row]
+    state = tiling.state
+    begins = np.ones(state.shape, bool)
+    begins[:, 1:] = state[:, 1:] != state[:, :-1]
+    begin = np.flatnonzero(begins)
+    kind = state.reshape(-1)[begin]
+    table = np.empty((len(begin), len(TILE)), np.int32)
+    table[:, Tile.KV_TILE], table[:, Tile.FIRST_Q] = np.divmod(begin, max(1, tiling.num_q))
+    table[:, Tile.COUNT], table[:, Tile.PARTIAL] = np.diff(begin, append=state.size), kind == TileState.PARTIAL
+    not_empty: Int32 = table[kind != TileState.EMPTY]
+    return not_empty

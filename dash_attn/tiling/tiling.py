@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.jit import compiled
 from dash_attn.problem import Problem
+
+States = npt.NDArray[np.uint8]  # a TileState for each kv tile and q tile
 
 
 class TileState(IntEnum):
@@ -57,9 +58,10 @@ class Tiling:
 
     problem: Problem
     shape: TileShape
-    state: npt.NDArray[np.uint8]
+    state: States
     heads: int
 
+    @cached_property
     def by_head(self) -> Tiling:
         """The same tiles in panels of one q head."""
         return replace(self, heads=1)
@@ -90,7 +92,12 @@ class Tiling:
     @cached_property
     def spans(self) -> npt.NDArray[np.int64]:
         """First, end and number of the q tiles of each chain (columns Span). A chain without tasks has zeros."""
-        spans: npt.NDArray[np.int64] = _spans(self.state)
+        touched = self.state != TileState.EMPTY
+        spans = np.zeros((self.num_kv, len(Span)), np.int64)
+        spans[:, Span.COUNT] = touched.sum(1)
+        if touched.any():
+            spans[:, Span.FIRST] = touched.argmax(1)
+            spans[:, Span.END] = np.where(spans[:, Span.COUNT], self.num_q - touched[:, ::-1].argmax(1), 0)
         return spans
 
     @cached_property
@@ -118,7 +125,7 @@ def tile(problem: Problem, shape: TileShape) -> Tiling:
         )
     num_q, num_kv = -(-problem.len_q // shape.m), -(-problem.len_k // shape.n)
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
-    state = _states(lo, hi, shape.m, shape.n, num_kv)
+    state = _states(lo, hi, shape, num_kv)
     if problem.mask.tiles is not None:
         state *= _allowed(problem, shape, (num_q, num_kv)).T
     return Tiling(problem, shape, state, problem.group)
@@ -133,59 +140,20 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     return Tiling(problem, shape, states, problem.group)
 
 
-@compiled
-def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], m: int, n: int, num_kv: int) -> npt.NDArray[np.uint8]:
-    """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it."""
-    rows = len(lo)
-    state = np.zeros((num_kv, -(-rows // m)), np.uint8)
-    touched, covered = np.zeros(num_kv + 1, np.int64), np.zeros(num_kv + 1, np.int64)
-    for band in range(state.shape[1]):
-        last = min(rows, (band + 1) * m)
-        lowest, highest = num_kv, 0
-        row = band * m
-        while row < last:
-            a, b, alike = lo[row], hi[row], 1
-            begin, end = a // n, b // n
-            inner, outer = begin + (a > begin * n), end + (b > end * n)
-            # Most rows begin and end in the same tiles as the row before, so they are counted together.
-            while (
-                row + alike < last
-                and (lo[row + alike] == a or (begin < inner and begin * n < lo[row + alike] < inner * n))
-                and (hi[row + alike] == b or (end < outer and end * n < hi[row + alike] < outer * n))
-                and (lo[row + alike] < hi[row + alike]) == (a < b)
-            ):
-                alike += 1
-            row += alike
-            if a < b:
-                touched[begin] += alike
-                touched[outer] -= alike
-                if inner < end:
-                    covered[inner] += alike
-                    covered[end] -= alike
-                lowest, highest = min(lowest, begin), max(highest, outer)
-        touching, covering = 0, 0
-        for tile in range(lowest, highest):
-            touching += touched[tile]
-            covering += covered[tile]
-            full = covering == last - band * m
-            state[tile, band] = TileState.EMPTY if touching == 0 else TileState.FULL if full else TileState.PARTIAL
-        touched[lowest : highest + 1] = 0
-        covered[lowest : highest + 1] = 0
-    return state
+def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], shape: TileShape, num_kv: int) -> States:
+    """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it.
 
-
-@compiled
-def _spans(state):  # type: ignore[no-untyped-def]
-    spans = np.zeros((state.shape[0], 3), np.int64)
-    for kv in range(state.shape[0]):
-        row = state[kv]
-        first, last, count = len(row), 0, 0
-        for q in range(len(row)):  # no branches: the loop compiles to vector instructions
-            count += row[q] != 0
-            first = min(first, q if row[q] != 0 else len(row))
-            last = max(last, q + 1 if row[q] != 0 else 0)
-        spans[kv, Span.FIRST], spans[kv, Span.END], spans[kv, Span.COUNT] = first if count else 0, last, count
-    return spans
+    Both ends of the intervals move by at most one key from row to row, and never back. So the rows of a q tile touch
+    one range of kv tiles, and cover one range.
+    """
+    bands = np.arange(0, len(lo), shape.m)
+    empty = lo == hi
+    lowest = np.minimum.reduceat(np.where(empty, num_kv * shape.n, lo), bands) // shape.n
+    highest = -(-np.maximum.reduceat(np.where(empty, 0, hi), bands) // shape.n)
+    covered = -(-np.maximum.reduceat(lo, bands) // shape.n), np.minimum.reduceat(hi, bands) // shape.n
+    kv = np.arange(num_kv, dtype=np.int32)[:, None]
+    touched = (kv >= lowest) & (kv < highest)
+    return touched.astype(np.uint8) + ((kv >= covered[0]) & (kv < covered[1]))
 
 
 def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:

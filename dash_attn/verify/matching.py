@@ -9,7 +9,8 @@ import numpy as np
 from dash_attn.problem import Problem
 from dash_attn.program import Geometry, Program
 from dash_attn.tiling import TileShape, TileState, tile
-from dash_attn.verify.checks import VerifyError, tile_states
+from dash_attn.verify.errors import VerifyError
+from dash_attn.verify.tables import tile_states
 
 
 def matches(program: Program, problem: Problem, shape: TileShape) -> None:
@@ -26,7 +27,7 @@ def matches(program: Program, problem: Problem, shape: TileShape) -> None:
         given = getattr(program.geometry, name)
         if given != number:
             raise VerifyError(f"the program is for another problem: its {name} is {given}, the problem's is {number}")
-    stated, needed = tile_states(program)[0], tile(problem, shape).state
+    stated, needed = tile_states(program), tile(problem, shape).state
     differing = np.argwhere(stated != needed)
     if len(differing):
         kv, q = differing[0].tolist()

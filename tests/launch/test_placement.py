@@ -43,7 +43,7 @@ def owners(program: Program, placement: Sequences) -> list[int]:
 def test_placements_run_whole_bundles_in_launch_order(program: Program, more: int) -> None:
     verified = verify(program)
     workers = max(1, verified.co_resident) + more
-    placement = place(program, workers, verified.co_resident)
+    placement = place(program, workers, verified.rounds)
     assert len(placement.first) == workers + 1
     owners(program, placement)
     assert play(program, placement, None).status == FINISHED
@@ -51,18 +51,18 @@ def test_placements_run_whole_bundles_in_launch_order(program: Program, more: in
 
 def test_dealt_is_in_rotation_and_balanced_to_the_least_work() -> None:
     dealt = compose(tile(Problem(1, 1, 1, 5, 5, mask=CAUSAL), TileShape(1, 1)), "fa3")  # chains of 5, 4, 3, 2, 1 tasks
-    assert dealt.place == "dealt" and owners(dealt, place(dealt, 2, 1)) == [0, 1, 0, 1, 0]
+    assert dealt.place == "dealt" and owners(dealt, place(dealt, 2, None)) == [0, 1, 0, 1, 0]
     balanced = _ruled(dealt, "balanced")
-    assert owners(balanced, place(balanced, 2, 1)) == [0, 1, 1, 0, 0]
+    assert owners(balanced, place(balanced, 2, None)) == [0, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("workers", [3, 8, 12, 132])
 def test_faster_is_the_faster_of_both(workers: int) -> None:
     program = compose(tile(Problem(1, 8, 8, 2048, 2048, mask=CAUSAL), TileShape(64, 128)), "descending")
     assert program.place == "faster"
-    best = play(program, place(program, workers, 1), NOMINAL).makespan
+    best = play(program, place(program, workers, None), NOMINAL).makespan
     others = [
-        play(other, place(other, workers, 1), NOMINAL).makespan
+        play(other, place(other, workers, None), NOMINAL).makespan
         for other in (_ruled(program, "dealt"), _ruled(program, "balanced"))
     ]
     assert best == min(others)

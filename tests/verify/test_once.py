@@ -29,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(checks, name, counting)
 
-    count("_check_tables")
+    count("check_tables")
     count("place")
     return counted
 
@@ -40,13 +40,13 @@ def test_compare(calls: Counter[str], html: bool, tmp_path: Path) -> None:
     shape = ["--mask", "causal", "--q-tiles", "8", "--kv-tiles", "8", "--heads", "4"]
     run("compare", *shape, "--json", *(["--html", str(tmp_path / "all.html")] if html else []))
     count = len(applicable(tiling))
-    assert calls == {"_check_tables": count, "place": count}
+    assert calls == {"check_tables": count, "place": count}
 
 
 @pytest.mark.parametrize("command", ["simulate", "explain"])
 def test_one_program(calls: Counter[str], command: str) -> None:
     run(command, "--mask", "causal", "--seqlen", "512", "--heads", "2", "--json")
-    assert calls == {"_check_tables": 1, "place": 1}
+    assert calls == {"check_tables": 1, "place": 1}
 
 
 def run(*arguments: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -286,6 +287,52 @@ def test_co_resident_is_exact(program: Program) -> None:
     for workers in range(needed):
         with pytest.raises(TooFewWorkers, match=f"needs {needed} co-resident workers, {workers} are there"):
             verify(program).on(workers)
+
+
+@examples(300)
+@given(programs(), st.booleans(), st.integers(0, 2**32 - 1))
+def test_no_bundle_waits_for_a_later_round(program: Program, shuffle: bool, seed: int) -> None:
+    """Rounds follow each other, and a placement that keeps the bundles of each round apart finishes."""
+    rng, book = np.random.default_rng(seed), Book.of(program)
+    if shuffle:
+        (permute_the_launch if seed % 2 else cut_other_bundles)(book, rng)
+    try:
+        verified = verify(book.close())
+    except VerifyError:
+        assume(False)
+    rounds, needed = verified.rounds, verified.co_resident
+    assert finishes(book.sequences(), max(needed, 1)) and (needed <= 1 or not finishes(book.sequences(), needed - 1))
+    event("no rounds" if rounds is None else f"{needed > 1}")
+    if rounds is None:
+        return
+    assert (np.diff(rounds) >= 0).all() and (np.diff(rounds) <= 1).all() and len(rounds) == len(book.bundle_first) - 1
+    round_at = {
+        (name[:3], turn): number
+        for number, sequence in zip(rounds.tolist(), book.sequences(), strict=True)
+        for name, turn, *_ in sequence
+    }
+    assert all(number >= round_at.get((tile, turn - 1), 0) for (tile, turn), number in round_at.items())
+    workers = int(np.bincount(rounds).max(initial=1)) + int(rng.integers(3))
+    lines: list[list[Any]] = [[] for _ in range(workers)]
+    for number in np.unique(rounds):
+        sequences = [sequence for r, sequence in zip(rounds, book.sequences(), strict=True) if r == number]
+        for worker, sequence in zip(rng.permutation(workers), sequences, strict=False):
+            lines[worker] += sequence
+    assert finishes(lines, workers)
+
+
+def test_panels_that_share_keys_have_rounds_if_they_are_launched_in_order() -> None:
+    """The second q head adds to dK and dV after the first. If it is launched first, it waits for a later bundle."""
+    program = compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), "spt@head")
+    assert program.geometry.share == 2 and verify(program).rounds is not None
+    second_first = np.concatenate([program.launch[4:], program.launch[:4]])
+    assert verify(dataclasses.replace(program, launch=second_first)).rounds is None
+
+
+def test_panels_that_share_keys_come_in_whole_groups() -> None:
+    program = compose(tile(Problem(1, 2, 1, 4, 4, mask=CAUSAL), TileShape(1, 1)), "spt@head")
+    with pytest.raises(VerifyError, match="dK and dV"):
+        verify(dataclasses.replace(program, geometry=dataclasses.replace(program.geometry, share=3)))
 
 
 def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:

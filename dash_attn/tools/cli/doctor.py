@@ -90,7 +90,7 @@ def environment() -> Iterator[Finding]:
         yield Finding("GPU", "info", "none", "everything runs on the CPU")
     for index in range(torch.cuda.device_count()):
         yield gpu(index)
-    yield package("numba", "without it planning is slow", "info")
+    yield package("numba", "without it packs and the simulator take longer: pip install 'dash-attn[numba]'", "info")
     on_gpu = "info" if not torch.cuda.is_available() else "warn"
     yield package("nvidia-cutlass-dsl", "the kernel compiler, for Hopper GPUs: pip install 'dash-attn[cuda]'", on_gpu)
     yield package("apache-tvm-ffi", "its tensor bridge: pip install 'dash-attn[cuda]'", on_gpu)

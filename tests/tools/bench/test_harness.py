@@ -262,7 +262,7 @@ def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_torch_and_numpy_are_enough() -> None:
-    """GPU machines often have little more: no command line library, no compiler for planning, nothing to draw with."""
+    """GPU machines often have little more: no command line library, no compiler of loops, nothing to draw with."""
     absent = ("typer", "rich", "numba", "matplotlib", "rustworkx", "ortools", "transformers", "triton", "cutlass")
     code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\n" + "\n".join(
         f"import dash_attn.tools.bench.{name}" for name in ("suites", "ours", "audit.audit", "audit.child")

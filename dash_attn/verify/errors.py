@@ -1,0 +1,31 @@
+"""What verification refuses with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dash_attn.program import Task
+
+
+class VerifyError(ValueError):
+    """A program that must not run. `tasks` are the tasks that the message names."""
+
+    def __init__(self, message: str, tasks: tuple[Task, ...] = ()) -> None:
+        super().__init__(message)
+        self.tasks = tasks
+
+
+class TooFewWorkers(VerifyError):
+    """The program is right, but its chains wait for each other and need `needed` workers at once."""
+
+    def __init__(self, policy: str, needed: int, workers: int) -> None:
+        super().__init__(
+            f"this order needs {needed} co-resident workers, {workers} are there "
+            f"(policy {policy}; a smaller window width needs fewer)"
+        )
+        self.needed, self.workers = needed, workers
+
+
+def require(holds: bool | np.bool_, otherwise: str) -> None:
+    if not holds:
+        raise VerifyError(otherwise)

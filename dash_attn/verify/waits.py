@@ -1,0 +1,99 @@
+"""Who waits for whom: how many bundles must be at work at once, and which of them form a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dash_attn.program import Chain, Program
+from dash_attn.program.program import Longs
+from dash_attn.verify.panels import Bools, Panel, Sums
+
+PASSES = 32  # over all tasks of a panel; orders of the policies need two or three
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """`held[b]` is how many of the bundles before bundle b of a panel cannot end before bundle b is started.
+
+    `orderly` proves that the panel has no cycle. A panel that is not orderly may have one.
+    """
+
+    held: Longs
+    orderly: bool
+
+
+def waits(panel: Panel, sums: Sums) -> Waits | None:
+    """The waits of a panel, or None if only a replay of the whole program can tell."""
+    if not panel.starts[:1].all():
+        return None  # its first bundle begins with a chain of another panel
+    task, opens, count = sums.task, sums.opens, int(panel.starts.sum())
+    if (opens[1:] | (task[1:] > task[:-1])).all():  # every task comes after all that it waits for
+        return Waits(np.zeros(count, np.int64), True)
+    bundle = np.repeat(np.cumsum(panel.starts) - 1, panel.tasks)
+    last = _last_needed(bundle, sums, count)
+    if last is None:
+        return None
+    held: Longs = np.arange(count) - np.cumsum(np.bincount(last + 1, minlength=count + 1))[:count]
+    # A task waits for tasks of earlier rounds, for the task before it in its bundle, and at its turnstile. If each task
+    # that it waits for at the turnstile has no later place in its own bundle, no task waits for itself.
+    place = np.arange(len(task)) - np.searchsorted(bundle, np.arange(count))[bundle]
+    rounds, place = np.cumsum(held == 0)[bundle[task]], place[task]
+    orderly = opens[1:] | (rounds[1:] > rounds[:-1]) | (place[1:] >= place[:-1])
+    return Waits(held, bool(orderly.all()))
+
+
+def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
+    """For each bundle the last bundle that must be started before it can end. `bundle` is the bundle of each task.
+
+    What a task needs, the tasks behind it in its sum and in its bundle need too. None if more than PASSES passes along
+    sums and bundles are needed.
+    """
+    task, by_sum, by_bundle = sums.task, np.cumsum(sums.opens) * count, bundle * count
+    needed = bundle
+    for _ in range(PASSES):
+        before, needed = needed, needed.copy()
+        # The numbers of a sum, or of a bundle, are above those of the one before: each maximum starts anew.
+        needed[task] = np.maximum.accumulate(before[task] + by_sum) - by_sum
+        needed = np.maximum.accumulate(needed + by_bundle) - by_bundle
+        if np.array_equal(before, needed):
+            last = np.arange(count)
+            last[bundle] = needed  # the last task of each bundle is written last, and needs most
+            return last
+    return None
+
+
+def rounds_of(program: Program, begins: list[Bools]) -> Longs | None:
+    """The round of each bundle, if the launch queue goes round by round. `begins` marks, group by group, the bundles
+    with which a round begins.
+
+    Such a queue needs as many workers as its neediest panel alone. Proof: let R workers be enough for each panel alone,
+    and let the queue be stuck with R bundles at work. All rounds before the first unfinished round are done. If bundles
+    of that round are still to start, all R bundles at work are of that round, and R are enough. If none is still to
+    start, all bundles of the round are at work, and they wait only for each other. Both ways some bundle moves.
+    """
+    group = program.groups[program.launch]
+    of_bundle = group[program.bundle_first[:-1]]
+    if (group != np.repeat(of_bundle, np.diff(program.bundle_first))).any():
+        return None  # a bundle has chains of several groups
+    if not _ends_in_sequence(program):
+        return None  # a chain waits at the sums of dK and dV for a chain that is launched later
+    begin = np.empty(len(of_bundle), bool)
+    begin[np.argsort(of_bundle, kind="stable")] = np.concatenate(begins)
+    if not begin[1:][of_bundle[1:] != of_bundle[:-1]].all():
+        return None  # bundles of other groups come between the bundles of a round
+    rounds: Longs = np.cumsum(begin)
+    return rounds
+
+
+def _ends_in_sequence(program: Program) -> bool:
+    """Are the panels that add to the same dK and dV, in the order of their numbers, launched in that order?"""
+    g = program.geometry
+    if g.share == 1:
+        return True
+    place = np.empty(len(program.launch), np.int64)
+    chains = program.groups * g.num_kv + program.chains[:, Chain.KV_TILE]
+    place[chains[program.launch]] = np.arange(len(place))
+    sums = place.reshape(g.num_groups // g.share, g.share, g.num_kv)
+    return bool((sums[:, 1:] > sums[:, :-1]).all())
