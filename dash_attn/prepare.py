@@ -24,6 +24,7 @@ class Prepared:
         # Nothing is launched if no sequence has both queries and keys, or if the window is empty.
         *_, len_q, len_k = problem.sequence_table.T
         self.is_empty = not ((len_q > 0) & (len_k > 0)).any() or problem.mask.is_blind
+        self._takes_rows = backend.takes_rows and problem.is_packed
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
 
@@ -52,11 +53,11 @@ class Prepared:
         Packed tensors (tokens, heads, dim) give out (tokens, heads, dim) and lse (heads, tokens). A row that sees no
         key has out = 0 and lse = -inf.
         """
-        if q.dim() == 3:
+        if q.dim() == 3 and not self._takes_rows:
             out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
             return out.squeeze(0), lse.squeeze(0)
         if self.is_empty:
-            lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+            lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32).transpose(-1, -2).contiguous()
             return q.new_zeros(q.shape), lse
         if self._is_plain():
             return self.run_forward(q, k, v)
@@ -65,7 +66,7 @@ class Prepared:
 
     def backward(self, operands: Operands, into: Gradients | None = None) -> Gradients:
         """The gradients, written to `into` if given. Shapes are as in `forward`."""
-        if operands.q.dim() == 3:
+        if operands.q.dim() == 3 and not self._takes_rows:
             into = Gradients.room(operands) if into is None else into
             self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
             return into

@@ -111,6 +111,7 @@ class Backend(Protocol):
     name: str
     device: torch.device
     always_deterministic: bool
+    takes_rows: bool  # a pack of batch 1 may come as (tokens, heads, dim), with lse (heads, tokens)
 
     def tile_shape(self, problem: Problem) -> TileShape: ...
 

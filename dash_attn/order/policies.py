@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -263,6 +264,7 @@ def auto_width(tiling: Tiling) -> int:
     return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, tiling.num_q // 2)))
 
 
+@lru_cache(maxsize=256)
 def parse(text: str) -> Choice:
     """'shift', 'shift:64' or 'shift:64@head'; 'auto', 'auto@head' or 'auto@group'."""
     named, at, panels = text.partition("@")

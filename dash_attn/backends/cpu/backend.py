@@ -25,6 +25,7 @@ class CpuBackend:
     name = "cpu"
     device = torch.device("cpu")
     always_deterministic = True
+    takes_rows = False
 
     def tile_shape(self, problem: Problem) -> TileShape:
         return tile_shape(problem)

@@ -19,7 +19,7 @@ from dash_attn.verify import TooFewWorkers
 from . import forwards
 from .config import DTYPE_OF, HEAD_DIMS, KernelConfig, select
 from .launch import Launch
-from .packed import Flat
+from .packed import PackedBackward
 from .tables import DeviceTables, PackedTables
 from .workspace import Workspace, kv_sum_shape
 
@@ -32,6 +32,7 @@ class Sm90Backend:
 
     name = "sm90"
     always_deterministic = False
+    takes_rows = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,8 +57,7 @@ class Sm90Backend:
 
     def backward(self, plan: Planned, options: Options) -> Backward:
         if isinstance(plan, Pack):
-            launch = pack_launch_of(plan, options, self.device)
-            return launch if plan.problem.batch == 1 else Flat(launch)
+            return PackedBackward(pack_launch_of(plan, options, self.device))
         return launch_of(plan, options, self.device)
 
     def workers(self, plan: Planned) -> int:

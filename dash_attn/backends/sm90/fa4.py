@@ -64,7 +64,9 @@ class Fa4Forward:
         packed = self._packed
         if packed is None:
             packed = self._packed = Packed.of(self.problem, documents, q.device)
-        q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+        has_batch = q.dim() == 4
+        if has_batch:
+            q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         if packed.spread is not None:
             k, v = packed.copies(k, v)
         out, lse = self._run(q, k, v)
@@ -72,7 +74,7 @@ class Fa4Forward:
         if blind is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
             out.masked_fill_(blind, 0.0)
             lse.masked_fill_(blind.flatten(), -math.inf)
-        return unpacked(self.problem, out, lse)
+        return unpacked(self.problem, out, lse) if has_batch else (out, lse)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         noted = self._noted
@@ -113,7 +115,7 @@ class Packed(NamedTuple):
         spread = spread_of(documents, problem.batch, keys_of_a_tile(problem), device)
         if spread is None:
             return Packed(packing_of(documents, problem.batch, device)._asdict(), blind, None, None)
-        kernel = side_kernel("spread", KernelConfig(problem.dim, DTYPE_OF[problem.dtype]))
+        kernel = side_kernel("spread", KernelConfig(problem.dim, DTYPE_OF[problem.dtype], packed=True))
         return Packed(spread.packing._asdict() | {"seqused_k": spread.seqused_k}, blind, spread, kernel)
 
     def copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,9 +140,10 @@ class TorchFlash:
             out, lse, *_ = flash(q, k, v, None, None, *lengths, 0.0, mask.right == 0, False, **how)
         else:
             packing = packing_of(mask.documents, problem.batch, q.device)
-            flat = (x.flatten(0, 1) for x in (q, k, v))
+            flat = (x if x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v))
             out, lse, *_ = flash(*flat, *packing, 0.0, mask.right == 0, False, **how)
-            out, lse = unpacked(problem, out, lse)
+            if q.dim() == 4:
+                out, lse = unpacked(problem, out, lse)
         if has_empty_rows(problem):
             lse = lse.masked_fill(lse == math.inf, -math.inf)  # the kernel gives inf for a row without keys
         return out, lse

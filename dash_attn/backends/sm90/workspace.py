@@ -34,7 +34,7 @@ class Workspace(NamedTuple):
 
         A plane has `n_q` q tiles in a pack. Otherwise their number follows from the length of q.
         """
-        batch, seqlen, heads, _ = q.shape
+        batch, seqlen, heads = sizes_of(q)
         planes, n_q = batch * heads, -(-seqlen // cfg.tile_m) if n_q is None else n_q
         sizes = Workspace.floats(cfg, planes, n_q * cfg.tile_m)
         if dq is not None and dq.is_contiguous() and lends(cfg, sum(sizes[:3]), dq.numel()):
@@ -98,11 +98,11 @@ class Keeper:
 
     def _size_of(self, q: Tensor, k: Tensor) -> Size:
         """The device, and all that the shapes of a workspace follow from."""
-        cfg, (batch, seqlen, heads, _) = self.cfg, q.shape
+        cfg, (batch, seqlen, heads) = self.cfg, sizes_of(q)
         if not keeps(cfg, batch * heads, seqlen):
             return ()
         tiles = (cfg.tile_m, cfg.columns, cfg.counters, cfg.cut, cfg.packed, self.n_q, self.n_kv)
-        return q.device.index, *tiles, batch * heads, seqlen, k.shape[:3] if cfg.cut else ()
+        return q.device.index, *tiles, batch * heads, seqlen, k.shape if cfg.cut else ()
 
 
 class Room(NamedTuple):
@@ -121,7 +121,8 @@ def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> tuple[Tens
     """
     if not cfg.cut and not cfg.packed:
         return ()
-    planes, tiles = k.shape[0] * k.shape[2], -(-k.shape[1] // cfg.tile_n) if n_kv is None else n_kv
+    batch, seqlen, heads = sizes_of(k)
+    planes, tiles = batch * heads, -(-seqlen // cfg.tile_n) if n_kv is None else n_kv
     count = KV_COUNTERS + (2 * planes * tiles * cfg.chain_entries if cfg.cut else 0)
     words = torch.empty(count, dtype=torch.int32, device=k.device)
     if not cfg.cut:
@@ -132,6 +133,11 @@ def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> tuple[Tens
 def kv_sum_shape(cfg: KernelConfig, planes: int, n_kv: int) -> tuple[int, int, int, int]:
     """fp32 sums of dV and dK over the q heads of a group."""
     return planes, n_kv, cfg.chain_entries, 2 * cfg.half_floats
+
+
+def sizes_of(x: Tensor) -> tuple[int, ...]:
+    """Batch, sequence length and heads. A pack has the shape (rows, heads, dim)."""
+    return x.shape[:3] if x.dim() == 4 else (1, *x.shape[:2])
 
 
 def keeps(cfg: KernelConfig, planes: int, seqlen: int) -> bool:

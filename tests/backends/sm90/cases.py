@@ -8,7 +8,7 @@ import torch
 
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90.backend import resident_workers
-from dash_attn.backends.sm90.packed import Flat
+from dash_attn.backends.sm90.packed import PackedBackward, rows_of
 from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.order import POLICIES, applicable
 from dash_attn.prepare import Prepared, prepare
@@ -63,12 +63,21 @@ class Case:
     def workspace(self, prepared: Prepared, dq: torch.Tensor | None = None) -> Workspace | None:
         """None for a pack in a batch, which makes a workspace of its own."""
         launch = prepared.run_backward
-        return None if isinstance(launch, Flat) else Workspace.of(launch.cfg, self.operands.q, dq, launch.tables.n_q)
+        if not isinstance(launch, PackedBackward):
+            return Workspace.of(launch.cfg, self.operands.q, dq)
+        if self.problem.batch > 1:
+            return None
+        return Workspace.of(launch.launch.cfg, self.operands.q[0], dq, launch.launch.tables.n_q)
 
     def poisoned(self, prepared: Prepared, into: Gradients, workspace: Workspace | None) -> None:
         poison(workspace, into)
-        how = () if workspace is None else (workspace,)
-        prepared.run_backward(self.operands, into, *how)
+        launch = prepared.run_backward
+        if workspace is None:
+            launch(self.operands, into)
+        elif isinstance(launch, PackedBackward):
+            launch.launch(rows_of(self.operands), Gradients(*(x[0] for x in into)), workspace)
+        else:
+            launch(self.operands, into, workspace)
 
     def differing(self, prepared: Prepared, runs: int) -> int:
         """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""

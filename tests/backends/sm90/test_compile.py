@@ -41,7 +41,7 @@ GROUPS |= {
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,packed" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,{how}" for kind in ("prepare", "finish_kv") for dim in (64, 80) for how in CUT]
-SIDE += [f"spread,{dim},{dtype},full,1,0" for dim, dtype in ((8, "bf16"), (80, "fp16"), (128, "bf16"))]
+SIDE += [f"spread,{dim},{dtype},full,1,0,packed" for dim, dtype in ((8, "bf16"), (80, "fp16"), (128, "bf16"))]
 SIDE += [f"fold_kv,{dim},{dtype},full,1,0,packed,cut" for dim, dtype in ((64, "bf16"), (80, "fp16"), (128, "bf16"))]
 
 

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from dash_attn.backends import Gradients
 from dash_attn.backends.sm90 import builds
 from dash_attn.backends.sm90.builds import Debugged
 from dash_attn.backends.sm90.config import DEBUG, KernelConfig
 from dash_attn.backends.sm90.launch import Launch
+from dash_attn.backends.sm90.packed import PackedBackward
+from dash_attn.backends.sm90.packed import rows_of as packed_rows
 from dash_attn.pack import Doc
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from tests.backends.sm90.cases import Case, policies, prepared, room, same
@@ -96,7 +99,10 @@ def test_contributions_added_in_turn_order_are_dq(name: str, dim: int) -> None:
     case = Case.make(problem)
     for policy in policies(problem):
         launch, into = prepared(problem, policy, **dict(DEBUG)).run_backward, room(case.operands)
-        debugged = builds.debug(launch, case.operands, into)
+        operands, rows = case.operands, into
+        if isinstance(launch, PackedBackward):
+            launch, operands, rows = launch.launch, packed_rows(operands), Gradients(*(x[0] for x in into))
+        debugged = builds.debug(launch, operands, rows)
         kept = check(problem, launch, debugged, into.dq)
         assert same(case.run(prepared(problem, policy)), into), f"{policy}: the debug build has bits of its own"
         if mask == FULL:  # the oracle can tell: another order gives other bits

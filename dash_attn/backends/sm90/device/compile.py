@@ -13,12 +13,15 @@ OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
 
 
 def heads_tensor(cfg: KernelConfig, batch, rows, heads):
+    """(batch, rows, heads, dim), in a pack (rows, heads, dim)."""
+
     def i64():
         return cute.sym_int64(divisibility=8)
 
-    return cute.runtime.make_fake_tensor(
-        element(cfg), (batch, rows, heads, cfg.columns), (i64(), i64(), i64(), 1), assumed_align=16
-    )
+    shape, strides = (rows, heads, cfg.columns), (i64(), i64(), 1)
+    if not cfg.packed:
+        shape, strides = (batch, *shape), (i64(), *strides)
+    return cute.runtime.make_fake_tensor(element(cfg), shape, strides, assumed_align=16)
 
 
 def rows_of(dtype, shape, align: int = 16):
@@ -117,7 +120,7 @@ def compile_prepare(cfg: KernelConfig, options: str = ""):
     from .prepare import Prepare
 
     batch, sq, hq, planes, n_q, padded = symbols(6)
-    lse = rows_of(Float32, (batch, hq, sq), 4)
+    lse = rows_of(Float32, (hq, sq) if cfg.packed else (batch, hq, sq), 4)
     inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
     stats = stats_of(cfg, planes, n_q, padded)
     extra = (words(), *tiles(cfg)) if cfg.cut or cfg.packed else ()
@@ -153,13 +156,8 @@ def _finish_kv(cfg: KernelConfig, rows: tuple, options: str):
 def compile_spread(cfg: KernelConfig, options: str = ""):
     from .spread import Spread
 
-    def rows():
-        strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-        shape = (cute.sym_int32(), heads, cfg.columns)
-        return cute.runtime.make_fake_tensor(element(cfg), shape, strides, assumed_align=16)
-
-    heads = cute.sym_int32()
-    sources, copies = ((rows(), rows()) for _ in range(2))
+    heads, rows, roomy = symbols(3)
+    sources, copies = (tuple(heads_tensor(cfg, 1, count, heads) for _ in range(2)) for count in (rows, roomy))
     pieces = table(cute.sym_int32(), len(Piece))
     return cute.compile(Spread(cfg), sources, copies, pieces, stream(), options=f"{OPTIONS} {options}")
 

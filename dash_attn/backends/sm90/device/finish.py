@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 
 from ..config import KernelConfig
 from .bundles import element
+from .rows import batched
 
 THREADS = 128
 
@@ -18,6 +19,7 @@ class Finish:
     @cute.jit
     def __call__(self, dq_sum: cute.Tensor, dq: cute.Tensor, tiles: tuple, scale: Float32, stream: cu.CUstream):
         """tiles: rows of the q tiles of a pack"""
+        dq = batched(self.cfg, dq)
         batch, _, heads, _ = dq.shape
         self.kernel(dq_sum, dq, tiles, scale).launch(
             grid=[dq_sum.shape[1], heads, batch * 2], block=[THREADS, 1, 1], stream=stream

@@ -13,6 +13,7 @@ from dash_attn.pack import Fold, Part
 from ..config import KernelConfig
 from ..cta import CONSUMER_WARPGROUPS, TILE_N
 from .finish import rows_of, store_rounded
+from .rows import batched
 
 THREADS = 128
 
@@ -27,6 +28,7 @@ class FinishKv:
         grads: dv and dk
         tiles: rows of the kv tiles of a pack; with panels the tables `folds` and `parts`
         """
+        grads = tuple(batched(self.cfg, grad) for grad in grads)
         batch, _, heads, _ = grads[0].shape
         count = tiles[0].shape[0] if const_expr(len(tiles) > 1) else sums.shape[1]
         pieces = count * self.cfg.chain_entries * CONSUMER_WARPGROUPS

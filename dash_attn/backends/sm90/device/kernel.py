@@ -12,7 +12,7 @@ from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, 
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
 from .producer import Producer
-from .rows import described
+from .rows import batched, described
 from .stamps import introduce
 
 
@@ -22,7 +22,7 @@ class BackwardSm90:
 
     @cute.jit
     def __call__(self, tensors: tuple, stats: tuple, tables: tuple, facts: tuple, stream: cu.CUstream):
-        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim). A pack has batch 1
+        """tensors: q, do, k, v, dq, dk, dv as (batch, seqlen, heads, dim), in a pack (rows, heads, dim)
         stats: lse, delta, dq_sum, counters; then `words` for packs and cut chains; then kv_sum for cut chains; then
         contributions in a debug build, or events in a tracing build
         tables: those of Tables, then row_lo and row_hi; for a pack those of PackTables
@@ -30,7 +30,7 @@ class BackwardSm90:
         the address of the reports
         """
         cfg = self.cfg
-        q, do, k, v, dq, dk, dv = [described(cfg, t) for t in tensors]
+        q, do, k, v, dq, dk, dv = [described(cfg, batched(cfg, t)) for t in tensors]
         lse, delta, dq_sum, counters, *extra = stats
         words, extra = (extra[0], extra[1:]) if cfg.cut or cfg.packed else ((), extra)
         kv_sum, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)

@@ -12,6 +12,7 @@ from cutlass import Float32, Int32
 
 from ..config import KernelConfig
 from .finish import rows_of
+from .rows import batched
 
 LOG2_E = 1.4426950408889634
 THREADS = 256
@@ -23,10 +24,11 @@ class Prepare:
 
     @cute.jit
     def __call__(self, inputs: tuple, stats: tuple, extra: tuple, stream: cu.CUstream):
-        """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen)
+        """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen), in a pack without batch
         stats: those of workspace.Workspace; dq_sum is left alone
         extra: `words` of a pack or of cut chains, which are set to zero; then rows of the q tiles of a pack
         """
+        inputs = tuple(batched(self.cfg, t) for t in inputs)
         batch, _, heads, _ = inputs[0].shape
         lse2, delta, _, counters = stats
         n_q = counters.shape[1]

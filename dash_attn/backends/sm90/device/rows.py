@@ -18,6 +18,13 @@ from ..config import KernelConfig
 FAR = 1 << 30
 
 
+def batched(cfg: KernelConfig, t):
+    """A tensor with a batch mode. Tensors of a pack come without one."""
+    if const_expr(not cfg.packed):
+        return t
+    return cute.make_tensor(t.iterator, cute.make_layout((1, *t.shape), stride=(0, *t.stride)))
+
+
 def described(cfg: KernelConfig, t):
     """A view of a tensor (batch, rows, heads, dim) with the tiled modes first: (rows, dim, heads, batch or shift)."""
     if const_expr(not cfg.packed):
