@@ -18,6 +18,7 @@ __all__ = [
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "load",
     "tiles",
     "window",
 ]
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dash_attn.api.explain import explain
     from dash_attn.api.flash import flash_attn_func, flash_attn_varlen_func
     from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+    from dash_attn.program import load
     from dash_attn.tiling import TileShape
 
 # Loaded on first use: torch alone takes seconds, and most of the package does without it.
@@ -35,6 +37,7 @@ _HOME = {
     **dict.fromkeys(("attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func"), "dash_attn.api"),
     **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem", "documents", "tiles", "window"), "dash_attn.problem"),
     "TileShape": "dash_attn.tiling",
+    "load": "dash_attn.program",
 }
 
 

@@ -9,7 +9,7 @@ from dash_attn.launch import compose
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences
 from dash_attn.tiling import TileShape, tile
-from dash_attn.verify import Verified, verify
+from dash_attn.verify import Verified, matches, verify
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,21 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def plan(problem: Problem, shape: TileShape, policy: str = "auto") -> Plan:
+def plan(problem: Problem, shape: TileShape, policy: str | Program = "auto") -> Plan:
     """Order a problem by a policy and verify the result.
 
-    The policy is 'name', 'name:width' or 'auto', each with '@head' or not, or 'auto@group'.
+    The policy is 'name', 'name:width' or 'auto', each with '@head' or not, or 'auto@group'. A Program takes the
+    place of a policy if it is one for this problem and these tiles, else VerifyError says what differs.
 
     A problem with documents has a plan for each sequence: see dash_attn.pack.
     """
+    if isinstance(policy, Program):
+        matches(policy, problem, shape)
+        return Plan(problem, _verified(policy))
     return Plan(problem, verify(compose(tile(problem, shape), policy)))
+
+
+_verified = lru_cache(maxsize=64)(verify)  # a program can be given for many problems
 
 
 @lru_cache(maxsize=256)

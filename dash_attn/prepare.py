@@ -12,6 +12,7 @@ from dash_attn.backends import Backend, Backward, Forward, Gradients, Held, Oper
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
 from dash_attn.problem import Panel, Problem
+from dash_attn.program import Program
 
 KEPT = 256  # prepared problems that stay ready
 
@@ -19,7 +20,7 @@ KEPT = 256  # prepared problems that stay ready
 class Prepared:
     """A problem on a device, ready to run. The plan is made on first use: the forward needs none."""
 
-    def __init__(self, problem: Problem, policy: str, options: Options, backend: Backend) -> None:
+    def __init__(self, problem: Problem, policy: str | Program, options: Options, backend: Backend) -> None:
         self.problem, self.policy, self.options, self.backend = problem, policy, options, backend
         # Nothing is launched if no sequence has both queries and keys, or if the window is empty.
         *_, len_q, len_k = problem.sequence_table.T
@@ -31,6 +32,11 @@ class Prepared:
     @cached_property
     def plan(self) -> Planned:
         if self.problem.has_parts:
+            if isinstance(self.policy, Program):
+                raise ValueError(
+                    "policy is a program, which orders whole sequences of one length, and packed sequences and panels "
+                    "need an order for each length: give the name of a policy"
+                )
             return Pack(self.problem, self.backend.tile_shape, self.policy)
         return plan(self.problem, self.backend.tile_shape(self.problem), self.policy)
 
@@ -94,7 +100,7 @@ _captured: set[Prepared] = set()
 
 
 @lru_cache(maxsize=KEPT)
-def prepare(problem: Problem, policy: str, options: Options, like: torch.device) -> Prepared:
+def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device) -> Prepared:
     """Make the problem ready for tensors on the device `like`. Equal arguments give the same object."""
     return Prepared(problem, policy, options, backend_for(like))
 

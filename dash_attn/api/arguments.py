@@ -16,6 +16,7 @@ from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
 from dash_attn.order import POLICIES, parse
 from dash_attn.problem import FULL, Documents, Mask, Problem, window
+from dash_attn.program import Program
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -46,7 +47,7 @@ class Arguments(NamedTuple):
     cu_k: Boundaries | None = None
     mask: Mask | None = None
     scale: float | None = None
-    policy: str = "auto"
+    policy: str | Program = "auto"
     deterministic: bool | None = None
     sm_margin: int = 0
     names: tuple[str, str] = ("cu_seqlens", "cu_seqlens_k")
@@ -158,18 +159,20 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
         )
 
 
-def check_policy(policy: str) -> None:
-    """The policy must have a known name. Whether it fits the mask is checked when the problem is ordered."""
+def check_policy(policy: str | Program) -> None:
+    """The policy must have a known name, or be a program. Whether it fits is checked when the problem is ordered."""
+    if isinstance(policy, Program):
+        return
     if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
-        named = f"auto, {', '.join(POLICIES)}, or 'name:width'"
-        raise ValueError(f"policy must be {named}, each with '@head' behind it or not, or auto@group; got {policy!r}")
+        named = f"auto, {', '.join(POLICIES)}, or 'name:width', each with '@head' behind it or not, or auto@group"
+        raise ValueError(f"policy must be {named}, or a Program; got {policy!r}")
 
 
-def check_panels(panels: int, policy: str) -> None:
+def check_panels(panels: int, policy: str | Program) -> None:
     """The panels must be a number, and the policy must order each of them by itself."""
     if isinstance(panels, bool) or not isinstance(panels, int) or panels < 1:
         raise ValueError(f"panels must be a whole number from 1, got {panels!r}")
-    named = POLICIES.get(parse(policy).policy)
+    named = None if isinstance(policy, Program) else POLICIES.get(parse(policy).policy)
     if panels > 1 and named is not None and named.looks_at_batch:
         raise ValueError(
             f"panels={panels} orders each panel by itself, and policy {policy!r} looks at the whole batch: choose "

@@ -24,6 +24,7 @@ from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
+from dash_attn.program import Program
 
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
 
@@ -121,7 +122,7 @@ def attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
-    policy: str = ...,
+    policy: str | Program = ...,
     panels: int = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
@@ -140,7 +141,7 @@ def attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
-    policy: str = ...,
+    policy: str | Program = ...,
     panels: int = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[True],
@@ -158,7 +159,7 @@ def attention(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
-    policy: str = "auto",
+    policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -181,7 +182,8 @@ def attention(
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
                    query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
                    first for short sequences and the second for long ones; 'auto@head' and 'auto@group' fix it. The
-                   bits differ
+                   bits differ. Or a Program for this problem, as dash_attn.load reads it from a file; it is verified
+                   and compared with the problem. Packed sequences and torch.compile take no Program
     panels         cuts the query rows of each batch entry, or of the whole pack, into this many ranges of equal length.
                    The part of a sequence in one range is ordered by itself, with the keys that it sees. dK and dV are
                    summed over the parts in float32, from the last part to the first. Context parallel needs such a cut.
@@ -249,6 +251,11 @@ def _traced(
 
 
 def _order(asked: Arguments) -> Order:
+    if isinstance(asked.policy, Program):
+        raise NotImplementedError(
+            "policy is a program, which torch.compile, dispatch modes and tensor subclasses do not take: give the name "
+            "of a policy, or call attention outside of them"
+        )
     return Order(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
 
 

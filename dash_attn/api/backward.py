@@ -19,6 +19,7 @@ from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
+from dash_attn.program import Program
 
 
 def backward(
@@ -35,7 +36,7 @@ def backward(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
-    policy: str = "auto",
+    policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = True,
     dq: Tensor | None = None,

@@ -15,6 +15,7 @@ from dash_attn.order import POLICIES, parse
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared
 from dash_attn.problem import Mask
+from dash_attn.program import Program
 
 # Fields that decide the bits, beside the problem. The number of workers is not one of them.
 DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "software")
@@ -64,7 +65,7 @@ def explain(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
-    policy: str = "auto",
+    policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = None,
 ) -> Explanation:
@@ -78,7 +79,6 @@ def explanation(prepared: Prepared) -> Explanation:
     problem, planned, backend = prepared.problem, prepared.plan, prepared.backend
     plans = list(planned.plans.values()) if isinstance(planned, Pack) else [planned]
     chosen = list(dict.fromkeys(each.program.policy for each in plans))
-    summaries = dict.fromkeys(POLICIES[parse(policy).policy].summary for policy in chosen)
     said: dict[str, Any] = {
         "backend": backend.name,
         "forward": backend.forward_provider(problem),
@@ -88,7 +88,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "templates": len(plans),
         "tile": ", ".join(dict.fromkeys(str(backend.tile_shape(each.problem)) for each in plans)),
         "policy": ", ".join(chosen),
-        "reason": f"{'chosen by auto' if prepared.policy == 'auto' else 'asked for'}: {' | '.join(summaries)}",
+        "reason": _reason(prepared.policy, chosen),
         "fingerprint": planned.fingerprint,
         "tasks": planned.num_tasks,
         "co_resident": planned.co_resident,
@@ -99,3 +99,11 @@ def explanation(prepared: Prepared) -> Explanation:
     }
     decides = [str(said[name]) for name in DECIDES] + [repr(problem)]
     return Explanation(**said, identity=hashlib.sha256("\n".join(decides).encode()).hexdigest()[:16])
+
+
+def _reason(asked: str | Program, chosen: list[str]) -> str:
+    """Why the problem has this order, and what its policies do. A program can come from any policy."""
+    if isinstance(asked, Program):
+        return "given as a program"
+    summaries = dict.fromkeys(POLICIES[parse(policy).policy].summary for policy in chosen)
+    return f"{'chosen by auto' if asked == 'auto' else 'asked for'}: {' | '.join(summaries)}"

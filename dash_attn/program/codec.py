@@ -58,7 +58,11 @@ def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any
 
 
 def load(path: str | Path, limits: Limits = LIMITS) -> Program:
-    """Read a program. A file that holds none, or asks for more than `limits`, is a ValueError of one line."""
+    """Read a program. A file that holds none, or asks for more than `limits`, is a ValueError of one line.
+
+    `attention`, `backward` and `explain` take the program as their policy. They verify it and compare it with the
+    problem.
+    """
     # zip, zlib, numpy and json each fail in their own way on a damaged file; the caller gets one kind of error.
     wrong = "is no dash_attn program"
     try:

@@ -12,6 +12,8 @@ from dash_attn.tiling import TileShape, TileState, tile
 from dash_attn.verify.errors import VerifyError
 from dash_attn.verify.tables import tile_states
 
+WAY_OUT = "make a program for this problem and the tiles of its backend, or give the name of a policy"
+
 
 def matches(program: Program, problem: Problem, shape: TileShape) -> None:
     """VerifyError names the first thing in which the program is not one for this problem cut into these tiles.
@@ -26,12 +28,15 @@ def matches(program: Program, problem: Problem, shape: TileShape) -> None:
     for name, number in asdict(expected).items():
         given = getattr(program.geometry, name)
         if given != number:
-            raise VerifyError(f"the program is for another problem: its {name} is {given}, the problem's is {number}")
+            raise VerifyError(
+                f"the program is for another problem: its {name} is {given}, the problem's is {number}; {WAY_OUT}"
+            )
     stated, needed = tile_states(program), tile(problem, shape).state
     differing = np.argwhere(stated != needed)
     if len(differing):
         kv, q = differing[0].tolist()
         states = [TileState(int(each[kv, q])).name.lower() for each in (stated, needed)]
         raise VerifyError(
-            f"the program is for another mask: q tile {q}, kv tile {kv} is {states[0]}, the problem's is {states[1]}"
+            f"the program is for another mask: q tile {q}, kv tile {kv} is {states[0]}, the problem's is {states[1]}; "
+            f"{WAY_OUT}"
         )

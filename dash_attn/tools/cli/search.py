@@ -16,7 +16,7 @@ from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
 from dash_attn.tools.cli.app import Json, command, emit, wrote
 from dash_attn.tools.cli.tables import Row, console, policy_rows, policy_table, simulation_row, working
-from dash_attn.tools.cli.workload import ProblemOptions, TileOptions, WorkersOption, Workload
+from dash_attn.tools.cli.workload import RUN, ProblemOptions, TileOptions, WorkersOption, Workload
 from dash_attn.verify import verify
 
 
@@ -41,7 +41,7 @@ def search(
     tiles: TileOptions,
     solver: SolverOptions,
     workers: WorkersOption = None,
-    save_to: Annotated[Path | None, Option("--save", help="write the best program to this file")] = None,
+    save_to: Annotated[Path | None, Option("--save", help=f"write the best program to this file; {RUN}")] = None,
     as_json: Json = False,
 ) -> None:
     """Search a good order for a mask, and with --exact prove how good one can be."""

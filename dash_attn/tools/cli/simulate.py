@@ -14,6 +14,7 @@ from dash_attn.simulate import Simulation, simulate
 from dash_attn.tools.cli.app import Json, command, emit, wrote
 from dash_attn.tools.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row, working
 from dash_attn.tools.cli.workload import (
+    RUN,
     ModelOptions,
     PoliciesOption,
     PolicyOption,
@@ -29,7 +30,7 @@ from dash_attn.verify import verify
 class OutputOptions:
     """Files to write of one simulation."""
 
-    save: Annotated[Path | None, Option("--save", help="write the program to this file")] = None
+    save: Annotated[Path | None, Option("--save", help=f"write the program to this file; {RUN}")] = None
     gantt: Annotated[Path | None, Option("--gantt", help="draw the timeline: a .png or .svg file")] = None
     html: Annotated[Path | None, Option("--html", help="draw the timeline: an interactive page")] = None
     perfetto: Annotated[Path | None, Option("--perfetto", help="write a trace for ui.perfetto.dev")] = None

@@ -20,7 +20,10 @@ def verify_command(
     workers: Annotated[int | None, typer.Option("--workers", help="workers that run at once [default: enough]")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a program: exit 0 if it may run, exit 1 with the reason if not."""
+    """Check a program: exit 0 if it may run, exit 1 with the reason if not.
+
+    dash_attn.attention(q, k, v, policy=dash_attn.load(FILE)) runs it.
+    """
     check_workers(workers)
     if not file.is_file():
         raise ValueError(f"no such file: {file}")

@@ -27,6 +27,9 @@ ORDERS = (
     "by itself, auto@group all query heads of a key/value head together"
 )
 
+# How a file that --save writes is used.
+RUN = "dash_attn.attention(q, k, v, policy=dash_attn.load(FILE)) runs it"
+
 # What the options for a problem mean, in every command.
 SEQLEN = "tokens of a sequence"
 BATCH = "sequences"
