@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from dash_attn.api import calls
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.attention import prepared_for
 from dash_attn.backends.sm90.tables import _copying
+from dash_attn.plan import Plan
 from dash_attn.prepare import KEPT, Prepared, prepare
+from dash_attn.program import save
 from dash_attn.tools.bench.host import CASES, measure_host
 
 pytestmark = pytest.mark.gpu
@@ -426,3 +429,16 @@ def test_host_time() -> None:
     ours, ratio = row["us"]["attention"]["median"], row["ratio"]
     assert not row["failed"]
     assert ours <= 300 and ratio <= 1.3, f"{ours:.0f} us, {ratio:.2f} times as long as torch"
+
+
+@pytest.mark.parametrize("policy", ["symmetric_shift", "spt", "spt@head"])
+def test_a_program_from_a_file_gives_the_bits_of_its_policy(policy: str, tmp_path: Path) -> None:
+    q, k, v = tensors(2, 1000)
+    planned = prepared_for(q, k, v, Arguments(causal=True, policy=policy)).plan
+    assert isinstance(planned, Plan)
+    save(planned.program, tmp_path / "program.npz")
+    program = dash_attn.load(tmp_path / "program.npz")
+    run = [gradients(q, k, v, causal=True, policy=given) for given in (policy, program)]
+    assert same(*run)
+    with pytest.raises(ValueError, match="its len_q is 1000, the problem's is 900"):
+        gradients(q[:, :900], k[:, :900], v[:, :900], causal=True, policy=program)
