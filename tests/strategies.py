@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES, Choice, Order, Template, applicable
+from dash_attn.order.types import HEAD
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.program import Program, Queue, build
 from dash_attn.tiling import TileShape, Tiling, grid, tile
@@ -110,11 +111,11 @@ def grids(draw: st.DrawFn, most: int = 5) -> Tiling:
 
 @st.composite
 def policy_programs(draw: st.DrawFn) -> Program:
-    """A named policy, with any width it can take."""
+    """A named policy, with any width it can take, for whole groups or for each q head."""
     tiling = draw(tilings())
     name = draw(st.sampled_from(applicable(tiling)))
     width = draw(st.none() | st.integers(1, 6)) if POLICIES[name].windowed else None
-    return compose(tiling, Choice(name, width))
+    return compose(tiling, Choice(name, width, HEAD if draw(st.booleans()) else None))
 
 
 @st.composite

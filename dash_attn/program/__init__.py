@@ -1,5 +1,6 @@
 """Programs: an order and its launch queue as tables of numbers."""
 
+from dash_attn.program.board import Board, board_of
 from dash_attn.program.codec import Limits, load, save
 from dash_attn.program.program import (
     CHAIN,
@@ -27,6 +28,7 @@ __all__ = [
     "RUN",
     "TABLES",
     "TILE",
+    "Board",
     "Chain",
     "Costs",
     "Geometry",
@@ -40,6 +42,7 @@ __all__ = [
     "Task",
     "TaskArrays",
     "Tile",
+    "board_of",
     "build",
     "load",
     "play",

@@ -15,6 +15,7 @@ import numpy.typing as npt
 FORMAT = 1
 TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")  # of a Program
 MOST = 2**31 - 1  # tables count in 32 bits
+END_OF_CHAIN = -1  # in place of a q tile, where a cut chain adds its dK and dV
 
 
 class Tile(IntEnum):
@@ -142,7 +143,10 @@ class Queue:
 
 @dataclass(frozen=True)
 class Task:
-    """One task by name: the plane and tile that it visits, and its turn."""
+    """One task by name: the plane and tile that it visits, and its turn.
+
+    At the end of a cut chain `q_tile` is END_OF_CHAIN: the chain adds dK and dV of its kv tile.
+    """
 
     batch: int
     q_head: int
@@ -152,8 +156,8 @@ class Task:
     partial: bool = False
 
     def __str__(self) -> str:
-        plane = f"batch {self.batch}, q head {self.q_head}"
-        return f"({plane}, q tile {self.q_tile}, kv tile {self.kv_tile}, turn {self.turn})"
+        sums = "dK and dV" if self.q_tile == END_OF_CHAIN else f"q tile {self.q_tile}"
+        return f"(batch {self.batch}, q head {self.q_head}, {sums}, kv tile {self.kv_tile}, turn {self.turn})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,22 +224,11 @@ class Program:
     @cached_property
     def task_first(self) -> Longs:
         """Task number at which each chain begins; the last entry is the number of tasks."""
-        per_run = np.concatenate([[0], np.cumsum(self.runs[:, Run.COUNT], dtype=np.int64)])
-        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
-        return frozen(np.concatenate([[0], np.cumsum(per_run[first + count] - per_run[first])]).astype(np.int64))
+        return frozen(tasks_before(self.chains, self.runs))
 
     @property
     def num_tasks(self) -> int:
         return int(self.task_first[-1])
-
-    @cached_property
-    def partial_per_chain(self) -> Longs:
-        """How many tasks of each chain need the element mask."""
-        per_run = np.concatenate(
-            [[0], np.cumsum(self.runs[:, Run.COUNT] * (self.runs[:, Run.PARTIAL] != 0), dtype=np.int64)]
-        )
-        first, count = self.chains[:, Chain.FIRST_RUN], self.chains[:, Chain.NUM_RUNS]
-        return frozen(per_run[first + count] - per_run[first])
 
     @cached_property
     def contributors(self) -> Int32:
@@ -257,20 +250,17 @@ class Program:
 
     def runs_of(self, chains: Int32 | Longs) -> Longs:
         """The rows in `runs` of some chains, one chain after the other."""
-        first, count = (self.chains[chains, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
-        return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
+        return runs_of(self.chains[chains])
 
     def expand(self) -> TaskArrays:
         """All tasks as flat arrays."""
-        chains = np.arange(len(self.chains))
-        head, q, turn, partial = unroll(self.runs[self.runs_of(chains)])
-        chain = np.repeat(chains, np.diff(self.task_first))
-        target = self.target_base[chain] + head * self.geometry.num_q + q
-        return TaskArrays(chain, head, q, turn, partial != 0, target)
+        return expand_tasks(self.chains, self.runs, self.target_base, np.full(len(self.chains), self.geometry.num_q))
 
     def task(self, chain: int, run: int, offset: int) -> Task:
-        """Visit `offset` of run `run` of chain `chain`, by name."""
-        batch, kv_head, kv_tile = (int(x) for x in self.chains[chain, CHAIN_NAME])
+        """Visit `offset` of run `run` of chain `chain`, by name. After its last run a cut chain is at its end."""
+        batch, kv_head, kv_tile, first, count = self.chains[chain].tolist()
+        if run == first + count:
+            return Task(batch, kv_head * self.geometry.group, END_OF_CHAIN, kv_tile, kv_head % self.geometry.share)
         head, q0, dq, _, t0, dt, partial = (int(x) for x in self.runs[run])
         q_head = kv_head * self.geometry.group + head
         return Task(batch, q_head, q0 + offset * dq, kv_tile, t0 + offset * dt, bool(partial))
@@ -302,3 +292,29 @@ def numbers(first: Longs, step: Longs, count: Longs) -> Longs:
     change[:1] = first[:1]
     change[(np.cumsum(count) - count)[1:]] = first[1:] - (first + step * (count - 1))[:-1]
     return np.cumsum(change)
+
+
+def tasks_before(chains: Int32, runs: Int32) -> Longs:
+    """Task number at which each chain begins, and the number of tasks."""
+    return np.concatenate([[0], np.cumsum(per_chain(chains, runs[:, Run.COUNT]))])
+
+
+def per_chain(chains: Int32, counts: Int32) -> Longs:
+    """The sum of the counts of all runs of each chain."""
+    before: Longs = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    first = chains[:, Chain.FIRST_RUN]
+    sums: Longs = before[first + chains[:, Chain.NUM_RUNS]] - before[first]
+    return sums
+
+
+def runs_of(chains: Int32) -> Longs:
+    """The rows in `runs` of some rows of `chains`, one chain after the other."""
+    first, count = (chains[:, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
+    return np.repeat(first - (np.cumsum(count) - count), count) + np.arange(count.sum())
+
+
+def expand_tasks(chains: Int32, runs: Int32, base: Longs, num_q: Longs) -> TaskArrays:
+    """The tasks of all chains. `base` numbers the dQ tile of each chain's first q head and q tile 0."""
+    head, q, turn, partial = unroll(runs[runs_of(chains)])
+    chain = np.repeat(np.arange(len(chains)), per_chain(chains, runs[:, Run.COUNT]))
+    return TaskArrays(chain, head, q, turn, partial != 0, base[chain] + head * num_q[chain] + q)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.jit import compiled
-from dash_attn.program.program import Chain, Int32, Longs, Program, Run, Sequences
+from dash_attn.program.board import Board, board_of
+from dash_attn.program.program import Chain, Longs, Program, Run, Sequences
 
 Floats = npt.NDArray[np.float64]
 
@@ -82,8 +83,9 @@ class Replay:
     """What became of the sequences.
 
     `resident` is how many sequences had to be resident at once, `seat` which of the resident places each took.
-    `standing` says where each sequence stands: position in the chains, run, offset. With costs, `totals` has a row per
-    sequence (columns Total); with costs and `record`, `times` has a column per task (rows When).
+    `standing` says where each sequence stands: position in the chains, run, offset. At the end of a cut chain the run
+    is the one after its last, and the offset is the part. With costs, `totals` has a row per sequence (columns Total);
+    with costs and `record`, `times` has a column per step of the board (rows When).
     """
 
     status: int
@@ -96,18 +98,6 @@ class Replay:
     @property
     def makespan(self) -> float:
         return float(self.totals[:, Total.END].max(initial=0.0))
-
-
-class _Tables(NamedTuple):
-    """What the loop reads of a program."""
-
-    chains: Int32
-    runs: Int32
-    target_base: Longs
-    task_first: Longs
-    contributors: Int32
-    num_targets: int
-    num_q: int
 
 
 class _Times(NamedTuple):
@@ -128,27 +118,26 @@ class _Times(NamedTuple):
 
 
 def play(
-    program: Program, sequences: Sequences, costs: Costs | None, *, resident: int | None = None, record: bool = False
+    program: Program | Board,
+    sequences: Sequences,
+    costs: Costs | None,
+    *,
+    resident: int | None = None,
+    record: bool = False,
 ) -> Replay:
     """Advance all sequences until they are done or stuck. Without costs it only says whether they get done.
 
-    With `resident`, sequences start in order: that many at first, the next one when one ends, and one more whenever
-    nothing else can move. More residents never do harm, so the final count is the least that works.
+    With `resident`, sequences start in order: that many at first, and the next one when one ends. Without costs one
+    more starts whenever nothing else can move. More residents never do harm, so the final count is the least that
+    works. With costs there are `resident` workers, and the worker that is free first takes the next sequence.
     """
-    tables = _Tables(
-        program.chains,
-        program.runs,
-        program.target_base,
-        program.task_first,
-        program.contributors,
-        program.geometry.num_targets,
-        program.geometry.num_q,
-    )
+    board = board_of(program) if isinstance(program, Program) else program
     total = len(sequences.first) - 1
+    drawn = costs is not None and resident is not None
     most = total if resident is None else min(resident, total)
-    times = np.zeros((len(When), program.num_tasks if record and costs else 0))
+    times = np.zeros((len(When), board.num_steps if record and costs else 0))
     status, needed, seat, standing, totals = _advance(
-        tables, sequences.first, sequences.chains, most, _times(costs, program.num_tasks), times
+        board, sequences.first, sequences.chains, (most, drawn), _times(costs, board.num_tasks), times
     )
     return Replay(status, needed, seat, standing, totals, times)
 
@@ -161,12 +150,13 @@ def _times(costs: Costs | None, tasks: int) -> _Times | None:
 
 
 @compiled
-def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ignore[no-untyped-def]
+def _advance(board, seq_first, seq_chains, seats, costs, times):  # type: ignore[no-untyped-def]
     """The compiler leaves out what asks `costs is not None` where there are none."""
-    chains, runs, base, task_first, contributors, num_targets, num_q = tables
+    chains, runs, task_first, part_first = board.chains, board.runs, board.task_first, board.part_first
+    resident, drawn = seats
     total = len(seq_first) - 1
-    counter = np.zeros(num_targets, np.int32)
-    waiter = np.full(num_targets, -1, np.int32)  # the sequences that wait at a turnstile, as a linked list
+    counter = np.zeros(board.num_sums, np.int32)
+    waiter = np.full(board.num_sums, -1, np.int32)  # the sequences that wait at a turnstile, as a linked list
     next_waiter = np.full(total, -1, np.int32)
     wanted = np.zeros(total, np.int32)
     standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
@@ -175,12 +165,14 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
         compute, partial_cost, reduce, handoff, prologue, epilogue = costs[:6]
         depth, writers, store, fetch, stored, paces = costs[6:]
         record = times.shape[1] > 0
-        released = np.zeros(num_targets)  # when the last contribution so far was handed over
-        paused = np.zeros(total, np.int64)  # the task number at which a sequence stands
-        clock = np.zeros(total)
-        tasks_done = np.zeros(total, np.int64)
-        slot_free = np.zeros((total, max(depth, 1)))
-        writer_free = np.zeros((total, max(writers, 1)))
+        released = np.zeros(board.num_sums)  # when the last contribution so far was handed over
+        paused = np.zeros(total, np.int64)  # the step at which a sequence stands
+        # Of each worker: a sequence that is drawn begins when its worker is free, and takes over the buffers.
+        idle = np.full(resident, True)
+        clock = np.zeros(resident)
+        steps_done = np.zeros(resident, np.int64)
+        slot_free = np.zeros((resident, max(depth, 1)))
+        writer_free = np.zeros((resident, max(writers, 1)))
     ready = np.empty(total, np.int32)
     num_ready, admitted, finished = 0, 0, 0
     seat, left = np.empty(total, np.int64), np.empty(total, np.int64)  # a sequence that ends leaves its seat
@@ -188,7 +180,19 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
     for s in range(total):
         standing[s, 0] = seq_first[s]
     while finished < total:
-        while admitted < total and admitted - finished < resident:
+        if costs is not None and drawn and num_ready == 0 and admitted < total:
+            # Who waits now waits for a sequence that has not begun. So the worker that is free first takes the next.
+            w = -1
+            for other in range(resident):
+                if idle[other] and (w < 0 or clock[other] < clock[w]):
+                    w = other
+            if w < 0:
+                return STUCK, resident, seat, standing, totals
+            seat[admitted], idle[w] = w, False
+            ready[num_ready] = admitted
+            num_ready += 1
+            admitted += 1
+        while not drawn and admitted < total and admitted - finished < resident:
             if num_left > 0:
                 num_left -= 1
                 seat[admitted] = left[num_left]
@@ -199,7 +203,7 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
             num_ready += 1
             admitted += 1
         if num_ready == 0:
-            if admitted == total:
+            if admitted == total or drawn:
                 return STUCK, resident, seat, standing, totals
             resident += 1
             continue
@@ -207,37 +211,40 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
         s = ready[num_ready]
         p, j, o = standing[s]
         if costs is not None:
-            t = clock[s]
+            w = seat[s]
+            t = clock[w]
         waits = False
         while p < seq_first[s + 1]:
             c = seq_chains[p]
             end = chains[c, Chain.FIRST_RUN] + chains[c, Chain.NUM_RUNS]
+            cut = part_first[c] < part_first[c + 1]
             if costs is not None:
-                task = task_first[c] if j < 0 else paused[s]
-                done = tasks_done[s]
+                step = task_first[c] if j < 0 else paused[s]
+                done = steps_done[w]
             if j < 0:
                 j, o = chains[c, Chain.FIRST_RUN], 0
                 if costs is not None:
                     t += prologue
                     totals[s, Total.BUSY] += prologue
-            while j < end:
-                first = base[c] + runs[j, Run.HEAD] * num_q + runs[j, Run.FIRST_Q]
-                step, count, turn0, turn_step = (
-                    runs[j, Run.STEP],
-                    runs[j, Run.COUNT],
-                    runs[j, Run.TURN],
-                    runs[j, Run.TURN_STEP],
-                )
+            while j < end or (j == end and cut):
+                if j < end:
+                    first = board.dq_sum[c] + runs[j, Run.HEAD] * board.num_q[c] + runs[j, Run.FIRST_Q]
+                    q_step, count = int(runs[j, Run.STEP]), int(runs[j, Run.COUNT])
+                    turn0, turn_step = int(runs[j, Run.TURN]), int(runs[j, Run.TURN_STEP])
+                else:  # the parts of dK and dV
+                    first, q_step, count, turn0, turn_step = board.kv_sum[c], 1, board.parts, board.kv_turn[c], 0
                 if costs is not None:
-                    masking = partial_cost if runs[j, Run.PARTIAL] != 0 else 0.0
+                    if j == end:
+                        step = part_first[c] + o
+                    masking = partial_cost if j < end and runs[j, Run.PARTIAL] != 0 else 0.0
                 while o < count:
-                    target = first + step * o
+                    target = first + q_step * o
                     turn = turn0 + turn_step * o
                     have = counter[target]
                     if have != turn:
                         standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
                         if costs is not None:
-                            paused[s] = task
+                            paused[s] = step
                         if have > turn:
                             return PASSED, resident, seat, standing[s : s + 1], totals
                         next_waiter[s] = waiter[target]
@@ -247,7 +254,7 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
                         break
                     if costs is not None:
                         begin = t
-                        own = compute * paces[task] + masking
+                        own = compute * paces[step] + masking if j < end else 0.0
                         stop = begin + own
                         writer_ready = stop
                         if depth == 0:
@@ -257,70 +264,74 @@ def _advance(tables, seq_first, seq_chains, resident, costs, times):  # type: ig
                             totals[s, Total.STALL] += grant - stop
                             t = landed
                         else:
-                            blocked = slot_free[s, done % depth] - stop
-                            if fetch > 0 and 0 < turn == contributors[runs[j, Run.FIRST_Q] + step * o] - 1:
-                                taken = max(slot_free[s, done % depth], writer_free[s, done % writers])
-                                blocked = max(taken, released[target]) + fetch - stop
+                            blocked = slot_free[w, done % depth] - stop
+                            if fetch > 0 and turn > 0 and j < end:
+                                tile = board.q_tile[c] + runs[j, Run.FIRST_Q] + q_step * o
+                                if turn == board.contributors[tile] - 1:
+                                    taken = max(slot_free[w, done % depth], writer_free[w, done % writers])
+                                    blocked = max(taken, released[target]) + fetch - stop
                             if blocked > 0:
                                 totals[s, Total.BLOCKED] += blocked
                                 stop += blocked
-                            writer_ready = max(stop, writer_free[s, done % writers])
+                            writer_ready = max(stop, writer_free[w, done % writers])
                             grant = max(writer_ready, released[target])
                             landed = grant + (reduce * stored if turn == 0 else reduce)
                             totals[s, Total.BUSY] += own
                             totals[s, Total.STALL] += grant - writer_ready
-                            slot_free[s, done % depth] = landed
-                            writer_free[s, done % writers] = landed
+                            slot_free[w, done % depth] = landed
+                            writer_free[w, done % writers] = landed
                             t = stop
                         totals[s, Total.END] = max(totals[s, Total.END], landed)
                         released[target] = landed + handoff
                         done += 1
                         if record:
-                            times[When.BEGIN, task], times[When.COMPUTED, task] = begin, stop
-                            times[When.READY, task] = writer_ready
-                            times[When.GRANTED, task], times[When.LANDED, task] = grant, landed
-                        task += 1
+                            times[When.BEGIN, step], times[When.COMPUTED, step] = begin, stop
+                            times[When.READY, step] = writer_ready
+                            times[When.GRANTED, step], times[When.LANDED, step] = grant, landed
+                        step += 1
                     counter[target] = turn + 1
                     o += 1
-                    w, before = waiter[target], -1
-                    while w >= 0:
-                        if wanted[w] == turn + 1:
+                    other, before = waiter[target], -1
+                    while other >= 0:
+                        if wanted[other] == turn + 1:
                             if before < 0:
-                                waiter[target] = next_waiter[w]
+                                waiter[target] = next_waiter[other]
                             else:
-                                next_waiter[before] = next_waiter[w]
-                            ready[num_ready] = w
+                                next_waiter[before] = next_waiter[other]
+                            ready[num_ready] = other
                             num_ready += 1
                             break
-                        before, w = w, next_waiter[w]
+                        before, other = other, next_waiter[other]
                 if waits:
                     break
                 j += 1
                 o = 0
             if costs is not None:
-                tasks_done[s] = done
+                steps_done[w] = done
             if waits:
                 break
             if costs is not None:
                 t += epilogue
                 totals[s, Total.BUSY] += epilogue
-                if depth > 0 and store > 0:
-                    if slot_free[s, done % depth] > t:
-                        totals[s, Total.BLOCKED] += slot_free[s, done % depth] - t
-                        t = slot_free[s, done % depth]
-                    landed = max(t, writer_free[s, done % writers]) + store
-                    slot_free[s, done % depth] = landed
-                    writer_free[s, done % writers] = landed
+                if depth > 0 and store > 0 and not cut:
+                    if slot_free[w, done % depth] > t:
+                        totals[s, Total.BLOCKED] += slot_free[w, done % depth] - t
+                        t = slot_free[w, done % depth]
+                    landed = max(t, writer_free[w, done % writers]) + store
+                    slot_free[w, done % depth] = landed
+                    writer_free[w, done % writers] = landed
                     totals[s, Total.END] = max(totals[s, Total.END], landed)
-                    tasks_done[s] = done + 1
+                    steps_done[w] = done + 1
             p += 1
             j = -1
         if costs is not None:
-            clock[s] = t
+            clock[w] = t
             totals[s, Total.END] = max(totals[s, Total.END], t)
         if not waits:
             standing[s, 0] = p
             finished += 1
             left[num_left] = seat[s]
             num_left += 1
+            if costs is not None:
+                idle[w] = True
     return FINISHED, resident, seat, standing, totals

@@ -2,7 +2,8 @@
 
 from dash_attn.simulate.closed_forms import CLOSED_FORMS, ClosedForm
 from dash_attn.simulate.models import Machine, Model, Paper
-from dash_attn.simulate.simulation import Simulation, lower_bounds, simulate, task_names
+from dash_attn.simulate.simulation import Simulation, Work, board_for, lower_bounds, simulate, task_names
+from dash_attn.simulate.tickets import Tickets
 
 __all__ = [
     "CLOSED_FORMS",
@@ -11,6 +12,9 @@ __all__ = [
     "Model",
     "Paper",
     "Simulation",
+    "Tickets",
+    "Work",
+    "board_for",
     "lower_bounds",
     "simulate",
     "task_names",

@@ -7,12 +7,15 @@ from functools import cached_property
 
 import numpy as np
 
-from dash_attn.program import Program, Replay, Sequences, play
+from dash_attn.program import Board, Costs, Program, Replay, Sequences, board_of, play
 from dash_attn.program.program import CHAIN_NAME
 from dash_attn.program.replay import FINISHED, Floats, Total
 from dash_attn.simulate.models import Model, Paper
+from dash_attn.simulate.tickets import Tickets
 from dash_attn.timeline import TaskNames, Timeline, events
-from dash_attn.verify import verify
+from dash_attn.verify import TooFewWorkers, verify
+
+Work = Program | Tickets
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +23,19 @@ class Simulation:
     """Result of a simulation; times in the model's unit, sums over all workers.
 
     busy     computing (and, where the worker itself adds, adding), prologues and epilogues
-    stall    contributions waiting at a turnstile
+    stall    contributions waiting at a turnstile, of dQ or of dK and dV
     blocked  workers waiting for a free dQ buffer (machine model only)
     bubble   workers with nothing to do: busy + bubble + (stall or blocked) = workers * makespan
     """
 
-    program: Program
+    program: Work
     placement: Sequences
     model: Model
     outcome: Replay
+
+    @cached_property
+    def board(self) -> Board:
+        return board_for(self.program)
 
     @property
     def workers(self) -> int:
@@ -57,6 +64,11 @@ class Simulation:
         idle = self.workers * self.makespan - self.busy - waiting
         return 0.0 if abs(idle) < 1e-9 * self.workers * self.makespan else idle
 
+    @property
+    def utilisation(self) -> float:
+        """The share of the workers' time in which they are busy."""
+        return self.busy / (self.workers * self.makespan) if self.makespan else 0.0
+
     @cached_property
     def lower_bound(self) -> float:
         return max(lower_bounds(self.program, self.workers, self.model).values())
@@ -68,13 +80,18 @@ class Simulation:
 
     @cached_property
     def timeline(self) -> Timeline:
-        if not self.outcome.times.size and self.program.num_tasks:
+        if not self.outcome.times.size and self.board.num_tasks:
             raise ValueError("this simulation kept no events: simulate(..., record=True)")
         return timeline_of(self)
 
 
+def board_for(work: Work) -> Board:
+    """The chains of a program or of a pack, and their sums."""
+    return work.board if isinstance(work, Tickets) else board_of(work)
+
+
 def simulate(
-    program: Program,
+    program: Work,
     workers: int,
     model: Model | None = None,
     *,
@@ -83,9 +100,12 @@ def simulate(
 ) -> Simulation:
     """Run a program on `workers` workers under a model. A deadlock is a VerifyError, never a wrong number.
 
-    Whoever has verified and placed the program gives the placement; else both happen here.
+    Whoever has verified and placed the program gives the placement; else both happen here. A pack has no placement:
+    the worker that is free first draws the next ticket.
     """
     model = Paper() if model is None else model
+    if isinstance(program, Tickets):
+        return _draw(program, workers, model, record)
     placed = verify(program).on(workers).placement if placement is None else placement
     outcome = play(program, placed, model.costs(), record=record)
     if outcome.status != FINISHED:
@@ -94,24 +114,61 @@ def simulate(
     return Simulation(program, placed, model, outcome)
 
 
-def lower_bounds(program: Program, workers: int, model: Model) -> dict[str, float]:
-    """Times below which no order and no placement can be: chains stay whole, a dQ tile takes one add at a time."""
-    costs = model.costs()
-    paces = costs.paces(program.num_tasks)
-    until = np.concatenate([[0.0], np.cumsum(paces)])[program.task_first]
-    edges = costs.prologue + costs.epilogue
-    chains = costs.compute * np.diff(until) + costs.partial * program.partial_per_chain + edges
+def _draw(tickets: Tickets, workers: int, model: Model, record: bool) -> Simulation:
+    if workers < max(1, tickets.co_resident):
+        raise TooFewWorkers(tickets.policy, max(1, tickets.co_resident), workers)
+    outcome = play(tickets.board, tickets.bundles, model.costs(), resident=workers, record=record)
+    if outcome.status != FINISHED:
+        raise AssertionError("enough workers draw tickets, and all of them wait for ever")
+    chains_of = np.diff(tickets.bundles.first)
+    worker = np.repeat(outcome.seat, chains_of)
+    first = np.concatenate([[0], np.cumsum(np.bincount(worker, minlength=workers))])
+    chains = tickets.bundles.chains[np.argsort(worker, kind="stable")]
+    return Simulation(tickets, Sequences(first.astype(np.int32), chains), model, outcome)
+
+
+def lower_bounds(program: Work, workers: int, model: Model) -> dict[str, float]:
+    """Times below which no order and no placement can be: chains stay whole, a sum takes one add at a time."""
+    costs, board = model.costs(), board_for(program)
+    paces = costs.paces(board.num_tasks)
+    until = np.concatenate([[0.0], np.cumsum(paces)])[board.task_first]
+    chains = costs.prologue + costs.compute * np.diff(until) + costs.partial * board.partial_per_chain
     if costs.depth == 0:
-        chains += costs.reduce * np.diff(program.task_first)
-    deepest = int(program.contributors.max(initial=0))
-    adds = (deepest - 1 + costs.first) * costs.reduce + (deepest - 1) * costs.handoff
-    reduction = costs.prologue + costs.compute * float(paces.min(initial=1.0)) + adds if deepest else 0.0
+        chains += costs.reduce * np.diff(board.task_first)
+    whole = chains + costs.epilogue
+    if costs.depth == 0:
+        whole += costs.reduce * np.diff(board.part_first)
+    deepest = int(board.contributors.max(initial=0))
+    first_add = costs.prologue + costs.compute * float(paces.min(initial=1.0))
     return {
-        "work / workers": float(chains.sum()) / workers,
-        "longest chain": float(chains.max(initial=0.0)),
-        "whole chains": _whole_chains(chains, workers),
-        "longest reduction": reduction,
+        "work / workers": float(whole.sum()) / workers,
+        "longest chain": float(whole.max(initial=0.0)),
+        "whole chains": _whole_chains(whole, workers),
+        "longest reduction": first_add + _adds(deepest, costs) if deepest else 0.0,
+        **({"longest sum of dK and dV": _longest_kv_sum(board, chains, costs)} if board.parts else {}),
     }
+
+
+def _adds(contributors: int, costs: Costs) -> float:
+    """The time of all adds to one sum, one after the other."""
+    return (contributors - 1 + costs.first) * costs.reduce + (contributors - 1) * costs.handoff
+
+
+def _longest_kv_sum(board: Board, until_end: Floats, costs: Costs) -> float:
+    """The q heads of a group add to a part of dK or dV one after the other, the first of them when its tasks are done.
+
+    If the worker itself adds, the last q head then has the other parts to add.
+    """
+    cut = np.diff(board.part_first) > 0
+    if not cut.any():
+        return 0.0
+    sums, of = np.unique(board.kv_sum[cut], return_inverse=True)
+    earliest, last_turn = np.full(len(sums), np.inf), np.zeros(len(sums), np.int64)
+    np.minimum.at(earliest, of, until_end[cut])
+    np.maximum.at(last_turn, of, board.kv_turn[cut])
+    rest = (board.parts - 1) * costs.reduce if costs.depth == 0 else 0.0
+    ends = zip(earliest.tolist(), last_turn.tolist(), strict=True)
+    return max(float(begin) + _adds(turn + 1, costs) + rest for begin, turn in ends)
 
 
 def _whole_chains(chains: Floats, workers: int) -> float:
@@ -122,24 +179,32 @@ def _whole_chains(chains: Floats, workers: int) -> float:
     return float((until[last + 1] - until[last - last // workers]).max(initial=0.0))
 
 
-def task_names(program: Program) -> TaskNames:
-    """Names of all tasks, in task order."""
-    tasks = program.expand()
-    batch, kv_head, kv_tile = program.chains[tasks.chain, CHAIN_NAME].astype(np.int64).T
-    return TaskNames(batch, kv_head * program.geometry.group + tasks.head, tasks.q, kv_tile, tasks.turn)
+def task_names(program: Work) -> TaskNames:
+    """Names of all tasks, and then of the ends of cut chains."""
+    board = board_for(program)
+    tasks = board.expand()
+    sequence, _, kv_tile = board.chains[tasks.chain, CHAIN_NAME].astype(np.int64).T
+    word = "document" if isinstance(program, Tickets) else "batch"
+    q_head = board.q_head[tasks.chain] + tasks.head
+    return TaskNames(sequence, q_head, tasks.q, kv_tile, tasks.turn, tasks.target, word)
+
+
+def _orders(policies: str) -> str:
+    """The name of a policy, or the number of the policies of a pack."""
+    count = len(policies.split(", "))
+    return policies if count == 1 else f"{count} orders"
 
 
 def timeline_of(simulation: Simulation) -> Timeline:
     """Events of a recorded simulation."""
-    program, placement = simulation.program, simulation.placement
-    worker_of_chain = np.empty(len(program.chains), np.int64)
+    program, board, placement = simulation.program, simulation.board, simulation.placement
+    worker_of_chain = np.empty(len(board.chains), np.int64)
     worker_of_chain[placement.chains] = np.repeat(np.arange(simulation.workers), np.diff(placement.first))
-    worker = np.repeat(worker_of_chain, np.diff(program.task_first))
     return Timeline(
-        f"{program.policy}, {program.mask}",
+        f"{_orders(program.policy)}, {program.mask}",
         simulation.model.unit,
         simulation.workers,
         task_names(program),
-        *events(worker, simulation.outcome.times),
+        *events(worker_of_chain[board.expand().chain], simulation.outcome.times, board.num_tasks),
         overlapping=simulation.model.costs().depth > 0,
     )

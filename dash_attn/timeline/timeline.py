@@ -17,18 +17,31 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class TaskNames:
-    """The name of each task: its plane, its tile and its turn."""
+    """The name of each task: its plane, its tile and its turn.
+
+    `batch` is the number of the sequence, and `word` says what a sequence is: a batch entry or a document. `target`
+    numbers the sum that the task adds to. At the end of a cut chain the q tile is -1: the chain adds its dK and dV.
+    """
 
     batch: Longs
     q_head: Longs
     q_tile: Longs
     kv_tile: Longs
     turn: Longs
+    target: Longs
+    word: str
+
+    def only(self, tasks: Longs) -> TaskNames:
+        """The names of some tasks."""
+        columns = (self.batch, self.q_head, self.q_tile, self.kv_tile, self.turn, self.target)
+        batch, q_head, q_tile, kv_tile, turn, target = (column[tasks] for column in columns)
+        return TaskNames(batch, q_head, q_tile, kv_tile, turn, target, self.word)
 
     def text(self, task: int) -> str:
         """Short name of one task."""
+        tile = "dK dV" if self.q_tile[task] < 0 else f"q {self.q_tile[task]}"
         return (
-            f"batch {self.batch[task]} head {self.q_head[task]} q {self.q_tile[task]} "
+            f"{self.word} {self.batch[task]} head {self.q_head[task]} {tile} "
             f"kv {self.kv_tile[task]} turn {self.turn[task]}"
         )
 
@@ -80,16 +93,18 @@ class Timeline:
             yield Event(worker, ROLES[role], task, begin, end)
 
 
-def events(worker: Longs, times: Iterable[Floats]) -> tuple[Longs, Longs, Longs, Floats, Floats]:
+def events(
+    worker: Longs, times: Iterable[Floats], computing: int | None = None
+) -> tuple[Longs, Longs, Longs, Floats, Floats]:
     """The columns of a Timeline in which every task computes, waits if its turn has not come, and adds.
 
     `worker` has an entry per task. So has each of the five `times`: compute begins, compute ends, the contribution is
-    ready, its turn has come, it is added.
+    ready, its turn has come, it is added. If `computing` is given, the tasks from this number on only wait and add.
     """
     begin, end, ready, granted, landed = times
     task, waited = np.arange(len(worker)), granted > ready
     parts = [
-        (COMPUTE, task, begin, end),
+        (COMPUTE, task[:computing], begin[:computing], end[:computing]),
         (REDUCE, task, granted, landed),
         (STALL, task[waited], ready[waited], granted[waited]),
     ]

@@ -122,7 +122,7 @@ def _best_policy(tiling: Tiling, workers: int, model: Paper) -> Simulation:
 
 def _solve(cp: Any, start: Simulation, lower: int, limits: Limits) -> tuple[Timetable, int]:
     """The best timetable found for the tasks that `start` ran, at worst its own, and the bound proved by then."""
-    program, compute, reduce = start.program, int(start.model.compute), int(start.model.reduce)
+    board, compute, reduce = start.board, int(start.model.compute), int(start.model.reduce)
     hint = Timetable.of(start)
     horizon, each = round(start.makespan), compute + reduce
     model = cp.CpModel()
@@ -134,7 +134,7 @@ def _solve(cp: Any, start: Simulation, lower: int, limits: Limits) -> tuple[Time
         return model.new_interval_var(start, model.new_int_var(least, horizon, ""), end, "")
 
     chains = []
-    for first, last in pairwise(program.task_first.tolist()):
+    for first, last in pairwise(board.task_first.tolist()):
         if first == last:
             continue
         for t in range(first, last):
@@ -149,7 +149,7 @@ def _solve(cp: Any, start: Simulation, lower: int, limits: Limits) -> tuple[Time
         chains.append(interval(chain_begin, chain_end, (last - first) * each))
     model.add_cumulative(chains, [1] * len(chains), start.workers)
     adds = defaultdict(list)
-    for t, target in enumerate(program.expand().target.tolist()):
+    for t, target in enumerate(board.expand().target.tolist()):
         adds[target].append(model.new_fixed_size_interval_var(grant[t], reduce, ""))
     for together in adds.values():
         model.add_no_overlap(together)
@@ -187,7 +187,7 @@ def _report(cp: Any, solver: Any, progress: Progress | None, best: float, bound:
 
 def _program(tiling: Tiling, start: Simulation, timetable: Timetable) -> Program:
     """The tasks of `start` ordered by a timetable: in chains by their begin, in dQ tiles by their grant."""
-    tasks, first, n = start.program.expand(), start.program.task_first, tiling.num_kv
+    tasks, first, n = start.board.expand(), start.board.task_first, tiling.num_kv
     by_time = np.lexsort((timetable.begin, tasks.chain))
     turn = turns(tasks.target, timetable.grant)[by_time]
     head, q = tasks.head[by_time], tasks.q[by_time]
@@ -205,7 +205,7 @@ def _program(tiling: Tiling, start: Simulation, timetable: Timetable) -> Program
 
 def _queue(start: Simulation, timetable: Timetable) -> Queue:
     """One bundle a worker: chains by their begin, each on the worker that the timetable leaves free first."""
-    first, end = start.program.task_first.tolist(), timetable.grant + int(start.model.reduce)
+    first, end = start.board.task_first.tolist(), timetable.grant + int(start.model.reduce)
     begin = [int(min(timetable.begin[a:b], default=0)) for a, b in pairwise(first)]
     free: list[tuple[int, int, list[int]]] = [(0, worker, []) for worker in range(start.workers)]
     for chain in sorted(range(len(begin)), key=begin.__getitem__):

@@ -8,7 +8,7 @@ import numpy as np
 
 from dash_attn.launch import place
 from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, play
-from dash_attn.program.program import Longs
+from dash_attn.program.program import CHAIN_NAME, END_OF_CHAIN, Longs
 from dash_attn.program.replay import STUCK
 from dash_attn.verify.errors import TooFewWorkers, VerifyError, require
 from dash_attn.verify.panels import check_panel, panels
@@ -120,9 +120,13 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
 
 
 def _before(program: Program, task: Task) -> tuple[int, Task]:
-    """The task with the turn before this one at the same dQ tile, and its chain. No run is unrolled: there may be more
+    """The task with the turn before this one at the same sum, and its chain. No run is unrolled: there may be more
     tasks than fit in memory."""
     kv_head, head = divmod(task.q_head, program.geometry.group)
+    if task.q_tile == END_OF_CHAIN:
+        name = [task.batch, kv_head - 1, task.kv_tile]
+        chain = int(np.flatnonzero((program.chains[:, CHAIN_NAME] == name).all(axis=1))[0])
+        return chain, program.task(chain, int(program.chains[chain, [Chain.FIRST_RUN, Chain.NUM_RUNS]].sum()), 0)
     same = (program.chains[:, Chain.BATCH] == task.batch) & (program.chains[:, Chain.KV_HEAD] == kv_head)
     for chain in np.flatnonzero(same).tolist():
         first, count = program.chains[chain, [Chain.FIRST_RUN, Chain.NUM_RUNS]].tolist()

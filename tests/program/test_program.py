@@ -149,7 +149,7 @@ def test_who_made_the_tables_cannot_change_them() -> None:
     base[:] = 7
     np.testing.assert_array_equal(other.runs, program.runs)
     assert dataclasses.replace(other).fingerprint == fingerprint
-    derived = (other.task_first, other.partial_per_chain, other.contributors, other.target_base)
+    derived = (other.task_first, other.contributors, other.target_base)
     for table in (*(getattr(other, name) for name in TABLES), *derived):
         with pytest.raises(ValueError, match="WRITEABLE"):
             table.flags.writeable = True

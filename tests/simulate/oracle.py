@@ -5,17 +5,23 @@ Slow, obvious, and sharing no code with the package: what the simulator must agr
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from dash_attn.program import Costs, Program, Sequences
 
+Sum = tuple[object, ...]  # a dQ tile, or a part of a dK and dV tile
+
 
 @dataclass
 class Job:
-    """One task: when its compute begins and ends (buffer in hand), and its reduction begins and lands."""
+    """One task: when its compute begins and ends (buffer in hand), and its reduction begins and lands.
+
+    The end of a cut chain has a job for each part of its dK and dV, which needs no compute.
+    """
 
     number: int
-    target: int
+    target: Sum
     turn: int
     cost: int
     times: list[int] = field(default_factory=list)
@@ -56,11 +62,17 @@ def jobs(program: Program, costs: Costs) -> list[list[Job]]:
         visits = []
         for head, q, step, length, turn, turn_step, partial in program.runs[first : first + count].tolist():
             for i in range(length):
-                target = ((batch * g.heads_kv + kv_head) * g.group + head) * g.num_q + q + i * step
+                target = ("dQ", batch, kv_head, head, q + i * step)
                 cost = int(costs.compute) + int(costs.partial) * bool(partial)
                 visits.append(Job(number, target, turn + i * turn_step, cost))
                 number += 1
         chains.append(visits)
+    if g.share > 1:
+        for visits, (batch, q_head, kv_tile, *_) in zip(chains, program.chains.tolist(), strict=True):
+            for part in range(math.ceil(2 * g.tile_n / g.tile_m)):  # dK and dV, in pieces of the size of a dQ tile
+                target = ("dK dV", batch, q_head // g.share, kv_tile, part)
+                visits.append(Job(number, target, q_head % g.share, 0))
+                number += 1
     return chains
 
 
@@ -75,7 +87,7 @@ def run(program: Program, placement: Sequences, costs: Costs, patience: int = 10
             script.append(("busy", int(costs.epilogue), None))
         writers = [Writer() for _ in range(max(1, costs.writers if costs.depth else 1))]
         workers.append(Worker(script, writers, in_buffers=[None] * max(1, costs.depth)))
-    out, gate, opening = Outcome(0, 0, 0, 0, {}), {}, list[tuple[int, int]]()
+    out, gate, opening = Outcome(0, 0, 0, 0, {}), {}, list[tuple[int, Sum]]()
     for now in range(patience):
         while any([_open(now, gate, opening), *[_step(w, now, gate, opening, costs, out) for w in workers]]):
             pass
@@ -95,7 +107,7 @@ def run(program: Program, placement: Sequences, costs: Costs, patience: int = 10
     raise AssertionError("deadlock")
 
 
-def _open(now: int, gate: dict[int, int], opening: list[tuple[int, int]]) -> bool:
+def _open(now: int, gate: dict[Sum, int], opening: list[tuple[int, Sum]]) -> bool:
     """Turnstiles whose hand-over has arrived let the next one in."""
     due = [entry for entry in opening if entry[0] <= now]
     for entry in due:
@@ -105,7 +117,7 @@ def _open(now: int, gate: dict[int, int], opening: list[tuple[int, int]]) -> boo
 
 
 def _step(
-    worker: Worker, now: int, gate: dict[int, int], opening: list[tuple[int, int]], costs: Costs, out: Outcome
+    worker: Worker, now: int, gate: dict[Sum, int], opening: list[tuple[int, Sum]], costs: Costs, out: Outcome
 ) -> bool:
     """One thing that can happen at this instant; False if nothing can."""
     for writer in worker.writers:

@@ -44,7 +44,7 @@ def test_simulation_is_what_a_clock_shows(run: tuple[Program, int], model: Model
     expected = oracle.run(program, verify(program).on(workers).placement, model.costs())
     assert result.makespan == expected.makespan
     assert (result.busy, result.stall, result.blocked) == (expected.busy, expected.stall, expected.blocked)
-    times = [expected.times[t] for t in range(program.num_tasks)]
+    times = [expected.times[t] for t in range(result.board.num_steps)]
     begin, computed, _, granted, landed = result.outcome.times
     np.testing.assert_array_equal(np.stack([begin, computed, granted, landed], 1), np.reshape(times, (-1, 4)))
 
@@ -71,7 +71,8 @@ def test_the_books_balance(run: tuple[Program, int], model: Model) -> None:
     if isinstance(model, Paper):
         covered = sum(event.end - event.begin for event in result.timeline)
         assert covered == result.busy + result.stall
-        assert result.busy == program.num_tasks * (model.compute + model.reduce)
+        adds = result.board.num_steps * model.reduce
+        assert result.busy == program.num_tasks * model.compute + adds
 
 
 @examples(100)
@@ -83,18 +84,17 @@ def test_timeline_of_the_paper_model(run: tuple[Program, int], model: Paper) -> 
     assert timeline.makespan == result.makespan and timeline.workers == workers and not timeline.overlapping
     assert timeline.total("stall") == result.stall
     assert timeline.total("compute") == program.num_tasks * model.compute
-    assert timeline.total("reduce") == program.num_tasks * model.reduce
+    assert timeline.total("reduce") == result.board.num_steps * model.reduce
     last = [0.0] * workers
     for event in sorted(timeline, key=lambda event: (event.begin, event.end)):
         assert event.begin >= last[event.worker], "one thing at a time on a worker"
         last[event.worker] = event.end
-    # Contributions to one dQ tile land in turn, one after the other.
-    landed: dict[tuple[int, int, int], float] = {}
+    # Contributions to one sum land in turn, one after the other.
+    landed: dict[int, float] = {}
     names = timeline.names
     for event in sorted((e for e in timeline if e.role == "reduce"), key=lambda e: names.turn[e.task]):
-        tile_of = (int(names.batch[event.task]), int(names.q_head[event.task]), int(names.q_tile[event.task]))
-        assert event.begin >= landed.get(tile_of, 0.0)
-        landed[tile_of] = event.end
+        assert event.begin >= landed.get(int(names.target[event.task]), 0.0)
+        landed[int(names.target[event.task])] = event.end
 
 
 @examples(60)
@@ -236,6 +236,25 @@ def test_workers_that_divide_nothing(mask, workers: int) -> None:  # type: ignor
                 result = simulate(program, workers, model)
                 assert result.lower_bound <= result.makespan
                 assert workers > 1 or result.stall == 0 or isinstance(model, Machine)
+
+
+def test_cut_chains_add_up_dk_and_dv_in_turn() -> None:
+    """Two q heads, one kv tile, one q tile. Head 1 computes beside head 0 and waits for its two parts."""
+    program = compose(tile(Problem(1, 2, 1, 2, 2), TileShape(2, 2)), "fa3@head")
+    result = simulate(program, 2, Paper(3, 1))
+    assert result.board.parts == 2, "dK and dV"
+    np.testing.assert_array_equal(result.outcome.times[-1], [4, 4, 5, 6, 6, 7])
+    assert (result.makespan, result.busy, result.stall, result.lower_bound) == (7, 12, 1, 7)
+    assert lower_bounds(program, 2, Paper(3, 1))["longest sum of dK and dV"] == 7
+    ends = [event for event in result.timeline if event.task >= program.num_tasks]
+    assert [(e.worker, e.role, e.begin, e.end) for e in ends if e.role == "stall"] == [(1, "stall", 4, 5)]
+    assert {result.timeline.names.text(e.task) for e in ends} == {
+        f"batch 0 head {head} dK dV kv 0 turn {head}" for head in (0, 1)
+    }
+    small = compose(tile(Problem(1, 2, 1, 2, 4), TileShape(2, 4)), "fa3@head")
+    assert simulate(small, 1, Paper(3, 1)).makespan == 2 * (4 + 4), "tiles of twice the keys have twice the parts"
+    whole = compose(tile(Problem(1, 2, 1, 2, 2), TileShape(2, 2)), "fa3")
+    assert simulate(whole, 1, Paper(3, 1)).makespan == 8, "one chain has no sum of dK and dV"
 
 
 # By head dim; not Machine.h200(), so that a new fit to an H200 moves no bound on an order.

@@ -15,7 +15,9 @@ import numpy as np
 
 from dash_attn.program import Program, Task
 
-Name = tuple[int, int, int, int]  # batch, q head, q tile, kv tile
+Name = tuple[int, int, int, int]  # batch, q head, q tile (-1: the end of a cut chain), kv tile
+Sum = tuple[object, ...]
+Step = tuple[Name, int, Sum]  # a task or the end of a cut chain, its turn, and what it adds to
 
 
 @dataclass
@@ -65,12 +67,21 @@ class Book:
         batch, kv_head, kv_tile = self.names[chain]
         return (batch, kv_head * self.program.geometry.group + visit.head, visit.q, kv_tile)
 
-    def sequences(self) -> list[list[tuple[Name, int]]]:
-        """(task, turn) of each bundle, in order."""
-        return [
-            [(self.task(c, v), v.turn) for c in self.launch[a:b] for v in self.chains[c]]
-            for a, b in pairwise(self.bundle_first)
+    def steps(self, chain: int) -> list[Step]:
+        """The tasks of a chain. A cut chain then adds to dK and dV, after the q head before it."""
+        names = [self.task(chain, visit) for visit in self.chains[chain]]
+        steps: list[Step] = [
+            (name, visit.turn, ("dQ", *name[:3])) for name, visit in zip(names, self.chains[chain], strict=True)
         ]
+        batch, q_head, kv_tile = self.names[chain]
+        share = self.program.geometry.share
+        if share > 1:
+            steps.append(((batch, q_head, -1, kv_tile), q_head % share, ("dK dV", batch, q_head // share, kv_tile)))
+        return steps
+
+    def sequences(self) -> list[list[Step]]:
+        """The steps of each bundle, in order."""
+        return [[step for c in self.launch[a:b] for step in self.steps(c)] for a, b in pairwise(self.bundle_first)]
 
     def tile_states(self) -> dict[tuple[int, int], bool]:
         """(kv tile, q tile) -> partial?, for tiles with work."""
@@ -126,24 +137,27 @@ def faults(book: Book) -> dict[str, set[Name]]:
         return dict(wrong)
 
     graph: dict[Name, list[Name]] = defaultdict(list)
+    by_sum: dict[Sum, list[tuple[int, Name]]] = defaultdict(list)
     for sequence in book.sequences():
-        for (before, _), (after, _) in pairwise(sequence):
+        for (before, *_), (after, *_) in pairwise(sequence):
             graph[after].append(before)
-    for entries in by_target.values():
+        for name, turn, total in sequence:
+            by_sum[total].append((turn, name))
+    for entries in by_sum.values():
         for (_, before), (_, after) in pairwise(sorted(entries)):
             graph[after].append(before)
     return {} if acyclic(graph) else {"cycle": set(done)}
 
 
-def proves_deadlock(tasks: tuple[Task, ...], sequences: list[list[tuple[Name, int]]]) -> bool:
+def proves_deadlock(tasks: tuple[Task, ...], sequences: list[list[Step]]) -> bool:
     """Do these tasks alone, by who comes before whom on a worker and at a turnstile, form a cycle?"""
-    where = {name: (s, i, turn) for s, sequence in enumerate(sequences) for i, (name, turn) in enumerate(sequence)}
+    where = {step[0]: (s, i, *step[1:]) for s, sequence in enumerate(sequences) for i, step in enumerate(sequence)}
     names = [(t.batch, t.q_head, t.q_tile, t.kv_tile) for t in tasks]
     graph: dict[Name, list[Name]] = {}
     for a in names:
-        s, i, turn = where[a]
+        s, i, turn, total = where[a]
         on_worker = [b for b in names if where[b][0] == s and where[b][1] < i]
-        graph[a] = on_worker + [b for b in names if b[:3] == a[:3] and where[b][2] < turn]
+        graph[a] = on_worker + [b for b in names if where[b][3] == total and where[b][2] < turn]
     return not acyclic(graph)
 
 
@@ -155,9 +169,9 @@ def acyclic(before: dict[Name, list[Name]]) -> bool:
     return True
 
 
-def finishes(sequences: list[list[tuple[Name, int]]], slots: int) -> bool:
+def finishes(sequences: list[list[Step]], slots: int) -> bool:
     """Start sequences in order, `slots` at a time, the next when one ends; do any task whose turn it is."""
-    counter: Counter[tuple[int, ...]] = Counter()
+    counter: Counter[Sum] = Counter()
     waiting, running = list(range(len(sequences))), list[int]()
     at = [0] * len(sequences)
     while waiting or running:
@@ -166,10 +180,10 @@ def finishes(sequences: list[list[tuple[Name, int]]], slots: int) -> bool:
         moved = False
         for s in list(running):
             while at[s] < len(sequences[s]):
-                name, turn = sequences[s][at[s]]
-                if counter[name[:3]] != turn:
+                _, turn, total = sequences[s][at[s]]
+                if counter[total] != turn:
                     break
-                counter[name[:3]] += 1
+                counter[total] += 1
                 at[s] += 1
                 moved = True
             if at[s] == len(sequences[s]):

@@ -6,9 +6,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dash_attn.pack import Pack
-from dash_attn.simulate import Paper, lower_bounds, simulate
+from dash_attn.simulate import Paper, Tickets, lower_bounds
 from dash_attn.tools.cli.app import Json, command, emit
-from dash_attn.tools.cli.tables import console, fact_table, working
+from dash_attn.tools.cli.tables import console, fact_table, simulated, working
 from dash_attn.tools.cli.workload import (
     PolicyOption,
     ProblemOptions,
@@ -61,21 +61,23 @@ def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict
         said = replace(said, identity=UNKNOWN)
     planned, count = prepared.plan, workers or said.workers
     facts = asdict(said) | {"workers": count}
-    if isinstance(planned, Pack):  # several programs, and no model of how they share a GPU
+    if isinstance(planned, Pack):
         if count < planned.co_resident:
             raise ValueError(f"--workers {count}: the orders of these documents need {planned.co_resident}")
-        return facts
-    program = planned.program
-    facts |= {"chains": len(program.chains), "runs": len(program.runs), "program_bytes": program.nbytes}
-    placement = planned.verified.on(count).placement
+        if backend.name != "sm90":  # the CPU runs the documents one after the other, without tickets
+            return facts
+    work = Tickets.of(planned) if isinstance(planned, Pack) else planned.verified
+    result, _ = simulated(work, count, h200_of(problem) if backend.name == "sm90" else Paper(), record=False)
+    program, board = result.program, result.board
+    facts |= {"chains": len(board.chains), "runs": len(board.runs)}
+    facts |= {"tickets": program.num_tickets} if isinstance(program, Tickets) else {"program_bytes": program.nbytes}
     if backend.name == "sm90":
-        result = simulate(program, count, h200_of(problem), placement=placement, record=False)
         facts |= {"makespan_us": result.makespan, "gap": result.gap}
         facts["lower_bounds_us"] = lower_bounds(program, count, result.model)
-    if program.num_tasks <= DRAWN_TASKS:
+    if board.num_tasks <= DRAWN_TASKS:
         from dash_attn.tools.dag import dag, depth_monotone
 
         facts["keeps_critical_path"] = depth_monotone(program)
-        path = dag(program, placement, Paper()).critical_path()
+        path = dag(program, result.placement, Paper()).critical_path()
         facts["critical_path"] = [str(phase) for phase in path]
     return facts

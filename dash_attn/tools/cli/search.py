@@ -72,7 +72,7 @@ def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | Non
     """A row for every order that applies (and for the exact one), and the program with the smallest makespan."""
     programs = [verify(compose(tiling, name)) for name in applicable(tiling)]
     rows, results = policy_rows(programs, workers, model)
-    candidates = [(result.makespan, result.program) for result in results]
+    candidates = [(result.makespan, result.program) for result in results if isinstance(result.program, Program)]
     if seconds is not None:
         row, program = _exact(tiling, workers, model, seconds)
         rows.append(row)

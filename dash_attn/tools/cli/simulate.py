@@ -8,11 +8,18 @@ from typing import Annotated
 
 from typer import Option
 
-from dash_attn.order import applicable
 from dash_attn.program import save
-from dash_attn.simulate import Simulation, simulate
+from dash_attn.simulate import Simulation, Tickets
 from dash_attn.tools.cli.app import Json, command, emit, wrote
-from dash_attn.tools.cli.tables import console, fact_table, policy_rows, policy_table, simulation_row, working
+from dash_attn.tools.cli.tables import (
+    console,
+    fact_table,
+    policy_rows,
+    policy_table,
+    simulated,
+    simulation_row,
+    working,
+)
 from dash_attn.tools.cli.workload import (
     RUN,
     ModelOptions,
@@ -23,7 +30,6 @@ from dash_attn.tools.cli.workload import (
     Workload,
     parse_names,
 )
-from dash_attn.verify import verify
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,11 @@ class OutputOptions:
     def draw(self, result: Simulation) -> None:
         from dash_attn.tools import viz  # matplotlib takes a second to import
 
+        colour: viz.ColourBy = "sequence" if isinstance(result.program, Tickets) else "q"
         if self.gantt is not None:
-            viz.gantt(result, self.gantt)
+            viz.gantt(result, self.gantt, colour=colour)
         if self.html is not None:
-            viz.html([result], self.html)
+            viz.html([result], self.html, colour=colour)
         if self.perfetto is not None:
             viz.perfetto(result, self.perfetto)
 
@@ -60,11 +67,11 @@ def simulate_command(
     count, chosen = workload.workers(model.workers), workload.model(model)
     drawn = any((out.gantt, out.html, out.perfetto))
     with working("planning and simulating"):
-        program = workload.program(policy)
-        placed = verify(program).on(count)
-        result = simulate(program, count, chosen, placement=placed.placement, record=drawn)
-        row = simulation_row(result, placed.co_resident)
+        result, needed = simulated(workload.work(policy), count, chosen, record=drawn)
+        program, row = result.program, simulation_row(result, needed)
     if out.save is not None:
+        if isinstance(program, Tickets):
+            raise ValueError("--save writes one program, and a pack has one for each length of its documents")
         save(program, out.save)
     if drawn:
         out.draw(result)
@@ -88,16 +95,19 @@ def compare(
     workload = Workload(problem, tiles)
     count, chosen = workload.workers(model.workers), workload.model(model)
     with working("planning and simulating"):
-        names = applicable(workload.tiling()) if policy is None else parse_names(policy)
-        programs = [verify(workload.program(name)) for name in names]
+        names = workload.policies() if policy is None else parse_names(policy)
+        programs = [workload.work(name) for name in names]
         rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:
         from dash_attn.tools import viz
 
-        viz.html(results, html)
+        packed = any(isinstance(each, Tickets) for each in programs)
+        viz.html(results, html, colour="sequence" if packed else "q")
     if as_json:
         emit(rows)
         return
     size = f"{problem.heads} heads, {count} workers, {chosen.name} model"
-    console().print(policy_table(rows, f"{programs[0].program.mask} mask, {size}"))
+    first = programs[0]
+    mask = first.mask if isinstance(first, Tickets) else first.program.mask
+    console().print(policy_table(rows, f"{mask} mask, {size}"))
     wrote([html])

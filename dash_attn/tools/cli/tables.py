@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from dash_attn.simulate import Simulation, simulate
+from dash_attn.simulate import Simulation, Tickets, simulate
 from dash_attn.simulate.models import Model
 from dash_attn.verify import TooFewWorkers, Verified
 
@@ -25,8 +25,8 @@ def simulation_row(result: Simulation, co_resident: int) -> Row:
         "model": result.model.name,
         "unit": result.model.unit,
         "workers": result.workers,
-        "tasks": program.num_tasks,
-        "chains": len(program.chains),
+        "tasks": result.board.num_tasks,
+        "chains": len(result.board.chains),
         "makespan": result.makespan,
         "lower_bound": result.lower_bound,
         "gap": result.gap,
@@ -34,13 +34,22 @@ def simulation_row(result: Simulation, co_resident: int) -> Row:
         "stall": result.stall,
         "blocked": result.blocked,
         "bubble": result.bubble,
+        "utilisation": result.utilisation,
         "co_resident": co_resident,
         "fingerprint": program.fingerprint,
     }
 
 
+def simulated(work: Verified | Tickets, workers: int, model: Model, *, record: bool) -> tuple[Simulation, int]:
+    """A program on its placement, or the tickets of a pack, in a model of time; and how many workers it needs."""
+    if isinstance(work, Tickets):
+        return simulate(work, workers, model, record=record), work.co_resident
+    placed = work.on(workers)
+    return simulate(placed.program, workers, model, placement=placed.placement, record=record), placed.co_resident
+
+
 def policy_rows(
-    programs: Iterable[Verified], workers: int, model: Model, *, record: bool = False
+    programs: Iterable[Verified | Tickets], workers: int, model: Model, *, record: bool = False
 ) -> tuple[list[Row], list[Simulation]]:
     """Place and simulate each program once: a row each, and the simulations of those that can run.
 
@@ -48,15 +57,15 @@ def policy_rows(
     """
     rows: list[Row] = []
     results: list[Simulation] = []
-    for verified in programs:
-        program = verified.program
+    for work in programs:
+        program = work if isinstance(work, Tickets) else work.program
         try:
-            placed = verified.on(workers)
+            result, needed = simulated(work, workers, model, record=record)
         except TooFewWorkers as error:
             rows.append({"policy": program.policy, "fingerprint": program.fingerprint, "error": str(error)})
             continue
-        results.append(simulate(program, workers, model, placement=placed.placement, record=record))
-        rows.append(simulation_row(results[-1], placed.co_resident))
+        results.append(result)
+        rows.append(simulation_row(result, needed))
     baseline = next((row["makespan"] for row in rows if row["policy"] == "fa3" and "makespan" in row), None)
     for row in rows:
         if baseline and row.get("makespan"):

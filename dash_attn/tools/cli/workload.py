@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from dash_attn.launch import compose
-from dash_attn.order import POLICIES
+from dash_attn.order import POLICIES, applicable
+from dash_attn.pack import Pack
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.program import Program
-from dash_attn.simulate import Machine, Model, Paper
+from dash_attn.simulate import Machine, Model, Paper, Tickets
 from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.verify import Verified, verify
 
 if TYPE_CHECKING:
     from dash_attn.backends import Backend
@@ -70,6 +71,11 @@ class ProblemOptions:
         str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")
     ] = "sm90"
 
+    @property
+    def is_real(self) -> bool:
+        """Whether the options give a length in tokens. Documents have lengths of their own."""
+        return self.seqlen is not None or self.mask_value().documents is not None
+
     def mask_value(self) -> Mask:
         return parse_mask(self.mask) & parse_window(self.window)
 
@@ -78,12 +84,13 @@ class ProblemOptions:
         if self.backend not in BACKENDS:
             raise ValueError(f"--backend {self.backend!r}: choose from {', '.join(BACKENDS)}")
         dtype = check_dtype(self.dtype) or BACKENDS[self.backend]
-        tokens = self.seqlen if length is None else length
+        kv_heads, mask = self.heads if self.kv_heads is None else self.kv_heads, self.mask_value()
+        packed = None if mask.documents is None else mask.documents.cu_q[-1]
+        tokens = length or (packed if self.seqlen is None else self.seqlen)
         if tokens is None or tokens < 1:
             raise ValueError(f"--seqlen must be at least 1, got {tokens}")
-        kv_heads, mask = self.heads if self.kv_heads is None else self.kv_heads, self.mask_value()
-        if mask.documents is not None and mask.documents.cu_q[-1] != tokens:
-            raise ValueError(f"--mask {self.mask}: its documents have {mask.documents.cu_q[-1]} tokens, not {tokens}")
+        if packed not in (None, tokens):
+            raise ValueError(f"--mask {self.mask}: its documents have {packed} tokens, not {tokens}")
         return Problem(self.batch, self.heads, kv_heads, tokens, tokens, self.head_dim, dtype, mask=mask)
 
 
@@ -132,10 +139,8 @@ class Workload:
 
     def tiling(self) -> Tiling:
         asked = (self.tiles.q_tiles, self.tiles.kv_tiles)
-        if self.problem.seqlen is not None:
-            if asked != (None, None):
-                raise ValueError("--seqlen and --q-tiles or --kv-tiles: give a length or a number of tiles, not both")
-            problem = self._sequence(self.problem.problem())
+        if self.problem.is_real:
+            problem = self._sequence(self._posed())
             return tile(problem, backend_named(self.problem.backend).tile_shape(problem))
         q_tiles = TILES if asked[0] is None else asked[0]
         kv_tiles = q_tiles if asked[1] is None else asked[1]
@@ -143,22 +148,53 @@ class Workload:
             raise ValueError(f"--q-tiles and --kv-tiles must be at least 1, got {q_tiles} and {kv_tiles}")
         # Twice the least common length makes a diagonal tile partial, as it is in a real problem.
         length = 2 * lcm(q_tiles, kv_tiles)
-        return tile(self._sequence(self.problem.problem(length)), TileShape(length // q_tiles, length // kv_tiles))
+        return tile(self.problem.problem(length), TileShape(length // q_tiles, length // kv_tiles))
+
+    def _posed(self) -> Problem:
+        """The problem of a length in tokens."""
+        if (self.tiles.q_tiles, self.tiles.kv_tiles) != (None, None):
+            raise ValueError(
+                "--q-tiles or --kv-tiles beside a length in tokens (--seqlen, or documents in --mask): give one of them"
+            )
+        return self.problem.problem()
 
     def _sequence(self, problem: Problem) -> Problem:
         if problem.is_packed:
             raise ValueError(
                 f"--mask {self.problem.mask}: each document has a program of its own, and this command takes one: give "
-                "--mask full or causal and the length of one document. 'dash-attn explain' takes all of them"
+                "--mask full or causal and the length of one document. 'dash-attn simulate', 'compare' and 'explain' "
+                "take all of them"
             )
         return problem
 
-    def program(self, policy: str) -> Program:
-        return compose(self.tiling(), policy)
+    def work(self, policy: str) -> Verified | Tickets:
+        """The verified program of a problem, or the tickets of a pack."""
+        pack = self._pack(policy)
+        return verify(compose(self.tiling(), policy)) if pack is None else Tickets.of(pack)
+
+    def policies(self) -> list[str]:
+        """The policies that can order the problem, or every document of it."""
+        pack = self._pack("auto")
+        if pack is None:
+            return applicable(self.tiling())
+        orders = [applicable(tile(alone, pack.shape_of(alone))) for alone in pack.problem.distinct.values()]
+        together = [name for name, rule in POLICIES.items() if not rule.looks_at_batch]
+        return [name for name in together if all(name in order for order in orders)]
+
+    def _pack(self, policy: str) -> Pack | None:
+        """The documents of the problem, if it has documents."""
+        if not self.problem.is_real or not (problem := self._posed()).is_packed:
+            return None
+        if self.problem.backend == "cpu":
+            raise ValueError(
+                f"--mask {self.problem.mask} --backend cpu: the CPU runs the documents one after the other: give the "
+                "length of one document with --seqlen and --mask full or causal, or --backend sm90"
+            )
+        return Pack(problem, backend_named(self.problem.backend).tile_shape, policy)
 
     def model(self, asked: ModelOptions) -> Model:
         """The model of time asked for; one that is fitted to a GPU is the one for this problem's kernel."""
-        if self.problem.seqlen is None or self.problem.backend == "cpu":
+        if not self.problem.is_real or self.problem.backend == "cpu":
             return asked.value(Machine.h200(padded(self.problem.head_dim)))
         return asked.value(h200_of(self.problem.problem()))
 
@@ -167,7 +203,7 @@ class Workload:
         check_workers(given)
         if given is not None:
             return given
-        if self.problem.seqlen is None:
+        if not self.problem.is_real:
             return self.tiling().num_kv
         if self.problem.backend == "cpu":
             import torch

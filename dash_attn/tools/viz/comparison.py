@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dash_attn.simulate import Machine, Simulation
+import numpy as np
+
+from dash_attn.program import Chain
+from dash_attn.simulate import Machine, Simulation, Tickets, Work
 from dash_attn.tools.viz.charts import Source, best, charts
 from dash_attn.tools.viz.page import Section, report
 from dash_attn.tools.viz.palette import ColourBy
@@ -40,10 +43,16 @@ def schedules(simulations: Sequence[Simulation]) -> Section:
         for each in simulations
     ]
     program, workers, model = simulations[0].program, simulations[0].workers, simulations[0].model
-    size = f"{program.geometry.num_q} x {program.geometry.num_kv} tiles a head, {len(program.chains)} chains"
+    size = f"{_shape(program)}, {len(simulations[0].board.chains)} chains"
     cost = f"For each task, in {model.unit}: compute {model.compute:g}, reduce {model.reduce:g}."
     text = f"{size}, {workers} workers. Simulated in the {model.name} model. {cost}"
     return Section(f"Schedules: {program.mask} mask", text, [header, *rows], simulations, best=best(drawn))
+
+
+def _shape(program: Work) -> str:
+    if isinstance(program, Tickets):
+        return f"{len(np.unique(program.board.chains[:, Chain.BATCH]))} documents, {program.num_tickets} tickets"
+    return f"{program.geometry.num_q} x {program.geometry.num_kv} tiles a head"
 
 
 def _lost(each: Simulation, machine: bool) -> tuple[float, float]:

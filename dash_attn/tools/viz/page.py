@@ -121,11 +121,11 @@ def _pack(each: Chart) -> dict[str, object]:
     order = np.lexsort((line.begin, row))
     first = np.searchsorted(row[order], np.arange(line.workers * width + 1))
     names = line.names
-    tasks = (names.batch, names.q_head, names.q_tile, names.kv_tile, names.turn)
+    tasks = (names.batch, names.q_head, palette.keys(names, "q"), names.kv_tile, names.turn, names.target)
     times = [column[order].astype("<f4").tobytes() for column in (line.begin, line.end)]
     counts = [column.astype("<u4").tobytes() for column in (line.task[order], first, *tasks)]
     blob = b"".join([*times, *counts, line.role[order].astype("u1").tobytes()])
-    batches, heads, q, kv, _ = (1 + int(column.max(initial=0)) for column in tasks)
+    batches, heads, q, kv, *_ = (1 + int(column.max(initial=0)) for column in tasks)
     return {
         "unit": line.unit,
         "workers": line.workers,
@@ -136,6 +136,8 @@ def _pack(each: Chart) -> dict[str, object]:
         "heads": heads,
         "q": q,
         "kv": kv,
+        "tiles": 1 + int(names.q_tile.max(initial=-1)),
+        "word": names.word,
         "makespan": each.makespan,
         "bound": each.lower_bound,
         "blob": base64.b64encode(zlib.compress(blob, 9)).decode(),

@@ -96,9 +96,8 @@ def lemma() -> Figure:
 
 def shift() -> Figure:
     """When each worker visits which q tile, and the timeline without a gap that comes of it."""
-    simulation = run(4, 2, FULL, "shift")
+    simulation, step = run(4, 2, FULL, "shift"), steps(program(4, 2, FULL, "shift"))
     figure = canvas(11, 3.15)
-    step = steps(simulation.program)
     table(panel(figure, (0.72, 0.42, 1.8, 1.8)), step, "step of each visit", step_colours(step))
     draw(panel(figure, (3.3, 0.42, 7.48, 1.8)), formula(simulation, "shift", (4, 2)))
     legend(figure, [chart(simulation)], "q")
@@ -108,8 +107,7 @@ def shift() -> Figure:
 def symmetric_shift() -> Figure:
     """Phase 1 rotates through the rectangle; phase 2 folds the two triangles into one, rotated from its diagonal."""
     n, half = 8, 4
-    simulation = run(n, 2, CAUSAL, "symmetric_shift")
-    step = steps(simulation.program)
+    simulation, step = run(n, 2, CAUSAL, "symmetric_shift"), steps(program(n, 2, CAUSAL, "symmetric_shift"))
     q, kv = np.indices(step.shape)
     phase = np.where(q < half, 1, np.where(kv < half, 0, 2))
     folded, folded_phase = np.full((half + 1, half), -1), np.zeros((half + 1, half), np.int64)

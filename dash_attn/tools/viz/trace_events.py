@@ -41,7 +41,7 @@ def _events(process: int, each: Chart) -> list[dict[str, object]]:
         events.append({**thread, "name": "thread_name", "args": {"name": name}})
         events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": track}})
     names = line.names
-    labels = ("batch", "head", "q", "kv", "turn")
+    labels = (names.word, "head", "q", "kv", "turn")
     tasks = list(
         zip(*(c.tolist() for c in (names.batch, names.q_head, names.q_tile, names.kv_tile, names.turn)), strict=True)
     )
@@ -53,7 +53,7 @@ def _events(process: int, each: Chart) -> list[dict[str, object]]:
                 "ph": "X",
                 "pid": process,
                 "tid": track,
-                "name": f"{ROLES[role]} h{head} q{q} kv{kv}",
+                "name": f"{ROLES[role]} h{head} {'dK dV' if q < 0 else f'q{q}'} kv{kv}",
                 "cat": ROLES[role],
                 "ts": begin,
                 "dur": duration,

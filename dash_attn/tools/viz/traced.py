@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dash_attn.simulate import Machine, Simulation
-from dash_attn.timeline import COMPUTE, TaskNames, Timeline
+from dash_attn.timeline import COMPUTE, Timeline
 from dash_attn.timeline.timeline import Longs
 from dash_attn.tools.trace.fit import fit_trace
 from dash_attn.tools.trace.measured import WHAT, Measured, Shares, measured, shares
@@ -70,6 +70,6 @@ def only(line: Timeline, workers: Sequence[int] | Longs) -> Timeline:
     row[workers] = np.arange(len(workers))
     kept = row[line.worker] >= 0
     tasks, task = np.unique(line.task[kept], return_inverse=True)
-    names = TaskNames(*(getattr(line.names, name)[tasks] for name in TaskNames.__dataclass_fields__))
+    names = line.names.only(tasks)
     columns = {name: getattr(line, name)[kept] for name in ("role", "begin", "end")}
     return replace(line, workers=len(workers), names=names, worker=row[line.worker[kept]], task=task, **columns)

@@ -35,10 +35,10 @@ async function unpack(meta) {
   };
   const data = { begin: take(Float32Array, meta.events), end: take(Float32Array, meta.events), task: take(Uint32Array, meta.events) };
   data.first = take(Uint32Array, meta.workers * meta.lanes + 1);
-  for (const name of ["batch", "head", "q", "kv", "turn"]) data[name] = take(Uint32Array, meta.tasks);
+  for (const name of ["batch", "head", "q", "kv", "turn", "target"]) data[name] = take(Uint32Array, meta.tasks);
   Object.assign(data, { heads: meta.heads, batches: meta.batches });
   data.role = take(Uint8Array, meta.events);
-  // Events of each task by role, its row, and the contributors of each dQ tile in turn.
+  // Events of each task by role, its row, and the contributors of each sum in turn.
   data.of = [0, 1, 2].map(() => new Int32Array(meta.tasks).fill(-1));
   data.worker = new Uint32Array(meta.tasks);
   for (let row = 0; row < data.first.length - 1; row++)
@@ -46,24 +46,26 @@ async function unpack(meta) {
       data.of[data.role[i]][data.task[i]] = i;
       data.worker[data.task[i]] = Math.floor(row / meta.lanes);
     }
-  data.tiles = new Map();
+  data.sums = new Map();
   for (let t = 0; t < meta.tasks; t++) {
-    const key = [data.batch[t], data.head[t], data.q[t]].join();
-    if (!data.tiles.has(key)) data.tiles.set(key, []);
-    data.tiles.get(key)[data.turn[t]] = t;
+    const sum = data.target[t];
+    if (!data.sums.has(sum)) data.sums.set(sum, []);
+    data.sums.get(sum)[data.turn[t]] = t;
   }
   return data;
 }
 
-// Colours: heads by hue, tiles along the ramp, from the first to the last of the charts on one axis.
+// Colours: heads and sequences by hue, tiles along the ramp, from the first to the last of the charts on one axis.
 const KEYS = {
   q: (data, task) => data.q[task],
   kv: (data, task) => data.kv[task],
   head: (data, task) => data.batch[task] * data.heads + data.head[task],
+  sequence: (data, task) => data.batch[task],
 };
+const hued = () => colourBy.value === "head" || colourBy.value === "sequence";
 function swatch(key, count, role) {
   let rgb = page.hues[key % page.hues.length];
-  if (colourBy.value !== "head") {
+  if (!hued()) {
     const last = page.ramp.length - 1, place = (key / Math.max(1, count - 1)) * last;
     const low = Math.min(Math.floor(place), last - 1), share = place - low;
     rgb = page.ramp[low].map((c, i) => c + (page.ramp[low + 1][i] - c) * share);
@@ -276,22 +278,23 @@ class Chart {
     }
     return -1;
   }
-  // What is known of a task, and the way its dQ tile takes through the workers, turn by turn.
+  // What is known of a task, and the way its sum takes through the workers, turn by turn.
   describe(event) {
-    const d = this.data, t = d.task[event], order = d.tiles.get([d.batch[t], d.head[t], d.q[t]].join());
+    const d = this.data, t = d.task[event], order = d.sums.get(d.target[t]);
     const span = (name, i) => (i < 0 ? "" : `\n${name} ${number(d.begin[i])} to ${number(d.end[i])} ${this.meta.unit}`);
     const wait = d.of[STALL][t], before = order[d.turn[t] - 1];
     const lines = [`worker ${d.worker[t]}, turn ${d.turn[t]} (0 to ${order.length - 1})`, span("compute", d.of[COMPUTE][t])];
     lines.push(wait < 0 ? "\nno stall" : `\nstall ${number(d.end[wait] - d.begin[wait])} ${this.meta.unit}`);
     if (wait >= 0 && before !== undefined) lines.push(` for turn ${d.turn[before]} (kv tile ${d.kv[before]}, worker ${d.worker[before]})`);
     lines.push(span("reduce", d.of[REDUCE][t]));
-    const place = (d.batches > 1 ? `batch ${d.batch[t]}, ` : "") + `head ${d.head[t]}, q tile ${d.q[t]}, kv tile ${d.kv[t]}`;
+    const tile = d.q[t] < this.meta.tiles ? `q tile ${d.q[t]}` : "dK and dV"; // of the end of a cut chain
+    const place = (d.batches > 1 ? `${this.meta.word} ${d.batch[t]}, ` : "") + `head ${d.head[t]}, ${tile}, kv tile ${d.kv[t]}`;
     return [place, lines.join("")];
   }
   hover(event) {
     const g = this.fit(this.over), d = this.data;
     if (event < 0) return;
-    const t = d.task[event], order = d.tiles.get([d.batch[t], d.head[t], d.q[t]].join());
+    const t = d.task[event], order = d.sums.get(d.target[t]);
     g.beginPath();
     g.rect(GUTTER, 0, this.width - GUTTER, this.bottom);
     g.clip();
@@ -323,7 +326,7 @@ class Group {
     this.limit = Math.max(...charts.map((c) => c.meta.makespan)) * 1.005 || 1;
     [this.begin, this.end] = [0, this.limit];
     const most = (count) => Math.max(...charts.map(count));
-    this.counts = { q: most((c) => c.meta.q), kv: most((c) => c.meta.kv), head: most((c) => c.data.batches * c.data.heads) };
+    this.counts = { q: most((c) => c.meta.q), kv: most((c) => c.meta.kv), head: most((c) => c.data.batches * c.data.heads), sequence: most((c) => c.data.batches) };
     for (const chart of charts) {
       chart.group = this;
       this.listen(chart);
@@ -433,7 +436,7 @@ function legend() {
   }
   for (const box of document.querySelectorAll("[data-role]")) {
     const kind = ["compute", "reduce"].indexOf(box.dataset.role);
-    if (kind >= 0) box.style.background = `rgb(${colourBy.value === "head" ? swatch(0, 1, kind) : swatch(1, 4, kind)})`;
+    if (kind >= 0) box.style.background = `rgb(${hued() ? swatch(0, 1, kind) : swatch(1, 4, kind)})`;
   }
 }
 

@@ -133,7 +133,11 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--window", "1"], "--window"),
         (["simulate", "--window", "1,x"], "--window"),
         (["simulate", "--mask", "documents:a,b"], "--mask"),
-        (["simulate", "--mask", "documents:3,4"], "7 tokens, not 16"),
+        (["simulate", "--mask", "documents:3,4", "--seqlen", "16"], "7 tokens, not 16"),
+        (["simulate", "--mask", "documents:3,4", "--q-tiles", "2"], "give one of them"),
+        (["simulate", "--mask", "documents:3,4", "--backend", "cpu"], "one after the other"),
+        (["simulate", "--mask", "documents:3,4", "--save", "unwritten.npz"], "one for each length"),
+        (["search", "--mask", "documents:3,4"], "this command takes one"),
         (["simulate", "--policy", "best"], "best"),
         (["simulate", "--policy", "shift", "--mask", "causal"], "symmetric_shift"),
         (["simulate", "--policy", "symmetric_shift"], "causal"),
@@ -203,6 +207,22 @@ def test_compare_lists_every_policy_that_applies(capsys):
     assert code == 0 and "needs 8" in " ".join(out.split())
 
 
+def test_compare_takes_documents(capsys, tmp_path):
+    sizes = ["--mask", "causal-documents:300,0,1000,40", "--heads", 4, "--kv-heads", 2, "--head-dim", 64]
+    page = tmp_path / "packs.html"
+    code, out, _ = run(capsys, "compare", *sizes, "--html", page, "--json")
+    rows = {row["policy"]: row for row in json.loads(out)}
+    assert code == 0 and "fa3" in rows and "level" not in rows  # level looks at the batch
+    assert all(row["makespan"] >= row["lower_bound"] and row["speedup"] > 0 for row in rows.values())
+    assert "3 documents" in page.read_text() and '<option value="sequence" selected>' in page.read_text()
+    code, out, _ = run(capsys, "compare", *sizes, "--policy", "fa3,fa3@head", "--json")
+    cut, whole = (json.loads(out)[i] for i in (1, 0))
+    assert code == 0 and (cut["policy"], cut["chains"]) == ("fa3@head", 2 * whole["chains"])
+    assert cut["busy"] > whole["busy"], "dK and dV of cut chains are added up"
+    code, _, err = run(capsys, "compare", *sizes, "--policy", "level")
+    assert code == 2 and "a pack does not take" in err
+
+
 def test_search_exact_certifies_an_optimum(capsys, tmp_path):
     pytest.importorskip("ortools")
     path = tmp_path / "best.dash"
@@ -217,8 +237,11 @@ def test_search_exact_certifies_an_optimum(capsys, tmp_path):
 def test_simulate_draws(capsys, tmp_path):
     paths = {kind: tmp_path / f"x.{kind}" for kind in ("png", "html", "json")}
     options = ["--gantt", paths["png"], "--html", paths["html"], "--perfetto", paths["json"]]
-    code, out, _ = run(capsys, "simulate", "--mask", "causal", "--policy", "descending", "--heads", 2, *options)
-    assert code == 0 and all(path.stat().st_size > 1000 and str(path) in out for path in paths.values())
+    for problem in (["--mask", "causal"], ["--mask", "causal-documents:200,500", "--kv-heads", 1]):
+        for path in paths.values():
+            path.unlink(missing_ok=True)
+        code, out, _ = run(capsys, "simulate", *problem, "--policy", "descending", "--heads", 2, *options)
+        assert code == 0 and all(path.stat().st_size > 1000 and str(path) in out for path in paths.values())
 
 
 def test_module_entry_point_and_version():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dash_attn.launch import compose
 from dash_attn.order import Choice, Order, Template
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import Chain, Program, Queue, Sequences, build
+from dash_attn.program import Chain, Program, Queue, Sequences, board_of, build
 from dash_attn.simulate import Paper, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.dag import Dag, dag, depth_monotone
@@ -68,7 +68,7 @@ def test_critical_path_is_a_path_of_named_phases(program: Program, c: int, r: in
     for phase in path:  # no phase on it can start any earlier, so its begin is where the one before ended
         assert (times[0] if phase.kind == "C" else times[3])[phase.task] == clock
         clock += phase.duration
-        assert f"kv {program.chains[program.expand().chain[phase.task], Chain.KV_TILE]}" in str(phase)
+        assert f"kv {program.chains[board_of(program).expand().chain[phase.task], Chain.KV_TILE]}" in str(phase)
 
 
 def test_every_edge_says_why_it_is_there() -> None:
@@ -77,6 +77,26 @@ def test_every_edge_says_why_it_is_there() -> None:
     whys = [graph.get_edge_data_by_index(edge) for edge in graph.edge_indices()]
     # 6 tasks on workers, each with its two phases; q tiles 0, 1, 2 get 1, 2, 3 contributions.
     assert {why: whys.count(why) for why in set(whys)} == {"task": 6, "chain": 6, "turn": 3}
+
+
+def test_the_ends_of_cut_chains_are_in_the_graph() -> None:
+    """Two q heads on two workers: each end has a part of dK and one of dV, which head 1 adds after head 0."""
+    program = compose(tile(Problem(1, 2, 1, 2, 2), TileShape(2, 2)), "fa3@head")
+    graph = dag(program, None, Paper(3, 1))
+    whys = [graph.graph.get_edge_data_by_index(edge) for edge in graph.graph.edge_indices()]
+    assert {why: whys.count(why) for why in set(whys)} == {"task": 2, "chain": 6, "turn": 2}
+    assert rx.is_directed_acyclic_graph(graph.graph) and graph.length() == 7
+    assert str(graph.critical_path()[-1]) == "R(batch 0 head 1 dK dV kv 0 turn 1)"
+    assert not depth_monotone(program)
+
+
+def test_q_heads_that_wait_for_each_other_make_a_cycle() -> None:
+    """One worker runs head 1 before head 0, which must add to dK and dV first: verify and the graph both see it."""
+    program = compose(tile(Problem(1, 2, 1, 2, 2), TileShape(2, 2)), "fa3@head")
+    backwards = Sequences(np.array([0, 2], np.int32), np.array([1, 0], np.int32))
+    assert not rx.is_directed_acyclic_graph(dag(program, backwards).graph)
+    with pytest.raises(VerifyError, match=r"q head 1, dK and dV, kv tile 0, turn 1\) waits for .*q head 0, dK and dV"):
+        verify(program).placed(backwards)
 
 
 # ---- depth-monotone ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_events_survive_packing(simulated, tmp_path: Path, model) -> None:
     (meta,) = data(html(line, tmp_path / "a.html").read_text())["charts"]
     blob = zlib.decompress(base64.b64decode(meta["blob"]))
     events, rows = meta["events"], meta["workers"] * meta["lanes"] + 1
-    assert len(blob) == 13 * events + 4 * rows + 20 * meta["tasks"]
+    assert len(blob) == 13 * events + 4 * rows + 24 * meta["tasks"]
     begin, end = (np.frombuffer(blob, "<f4", events, 4 * events * i) for i in range(2))
     task = np.frombuffer(blob, "<u4", events, 8 * events)
     first = np.frombuffer(blob, "<u4", rows, 12 * events)

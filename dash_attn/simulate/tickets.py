@@ -1,0 +1,102 @@
+"""Tickets: a pack as a GPU runs it. Workers draw tickets in order, and each ticket is a bundle of one panel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dash_attn.pack import Assembly, Doc, Pack, PackedChain, assemble
+from dash_attn.program import CHAIN, Board, Chain, Sequences
+from dash_attn.program.board import parts_of
+from dash_attn.program.program import Longs, frozen, tasks_before
+
+
+@dataclass(frozen=True, eq=False)
+class Tickets:
+    """The chains of all panels of a pack, and the tickets that hold them.
+
+    board        its chains, in the order of tickets. Column BATCH is the number of the document in the pack
+    bundles      the chains of each ticket
+    co_resident  workers that the orders of the documents need at once
+    """
+
+    policy: str
+    mask: str
+    fingerprint: str
+    board: Board
+    bundles: Sequences
+    co_resident: int
+
+    @property
+    def num_tickets(self) -> int:
+        return len(self.bundles.first) - 1
+
+    @staticmethod
+    def of(pack: Pack) -> Tickets:
+        """The tickets of a pack whose documents all have the same tile shape, as on a GPU."""
+        assembly = assemble(pack.problem, pack.shape_of(pack.problem), pack.policy)
+        policies = dict.fromkeys(each.program.policy for each in pack.plans.values() if each.num_tasks)
+        board, first = board_of_pack(assembly)
+        bundles = Sequences(first.astype(np.int32), np.arange(len(board.chains), dtype=np.int32))
+        words = ", ".join(policies) or pack.policy, str(pack.problem.mask)
+        return Tickets(*words, pack.fingerprint, board, bundles, assembly.co_resident)
+
+
+def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
+    """The board of a pack, and the first chain of each ticket (one more at the end)."""
+    docs, sizes = assembly.docs.astype(np.int64), assembly.sizes
+    num_q, num_kv = -(-docs[:, Doc.Q_ROWS] // sizes.shape.m), -(-docs[:, Doc.K_ROWS] // sizes.shape.n)
+    group = sizes.heads_q // sizes.heads_kv
+    ticket = np.arange(assembly.tickets)
+    # A document without tickets begins at the ticket of the next one, which stands behind it.
+    doc = np.searchsorted(docs[:, Doc.TICKET], ticket, side="right") - 1
+    panel, bundle = np.divmod(ticket - docs[doc, Doc.TICKET], docs[doc, Doc.BUNDLES])
+    cut = docs[doc, Doc.PANELS] > sizes.heads_kv
+    q_head = np.where(cut, panel % sizes.heads_kv * group + panel // sizes.heads_kv, panel * group)
+    first, count = assembly.bundles[docs[doc, Doc.BUNDLE] + bundle].astype(np.int64).reshape(-1, 2).T
+
+    of = np.repeat(ticket, count)  # the ticket of each chain
+    begins = np.concatenate([[0], np.cumsum(count)])
+    row = first[of] + np.arange(len(of)) - begins[of]
+    chains = np.empty((len(of), len(CHAIN)), np.int32)
+    chains[:, Chain.BATCH] = _in_pack(docs)[doc[of]]
+    chains[:, Chain.KV_HEAD] = panel[of]
+    chains[:, Chain.KV_TILE] = assembly.chains[row, PackedChain.KV_TILE]
+    chains[:, Chain.FIRST_RUN] = assembly.chains[row, PackedChain.FIRST_RUN]
+    chains[:, Chain.NUM_RUNS] = assembly.chains[row, PackedChain.NUM_RUNS]
+    runs = np.ascontiguousarray(assembly.runs[:, :-1])
+
+    dq_tiles = sizes.heads_q * num_q
+    parts = parts_of(sizes.shape.m, sizes.shape.n) if sizes.cut else 0
+    kv_tiles = sizes.heads_kv * num_kv
+    kv_tile = (np.cumsum(kv_tiles) - kv_tiles)[doc] + q_head // group * num_kv[doc]
+    task_first = tasks_before(chains, runs)
+    cut_parts = np.concatenate([[0], np.cumsum(parts * cut[of])])
+    board = Board(
+        frozen(chains),
+        frozen(runs),
+        q_head[of],
+        frozen(((np.cumsum(dq_tiles) - dq_tiles)[doc] + q_head * num_q[doc])[of]),
+        num_q[doc[of]],
+        frozen(assembly.contributors),
+        docs[doc[of], Doc.CONTRIBUTORS],
+        frozen(task_first),
+        task_first[-1] + cut_parts,
+        int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE]) * parts,
+        (q_head % group * cut)[of],
+        parts,
+        int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
+    )
+    return board, begins
+
+
+def _in_pack(docs: Longs) -> Longs:
+    """The number of each document in the pack. `docs` has the documents in launch order.
+
+    An empty document begins where the next one begins, and stands before it.
+    """
+    order = np.lexsort((docs[:, Doc.Q_ROWS] + docs[:, Doc.K_ROWS] > 0, docs[:, Doc.K_ROW], docs[:, Doc.Q_ROW]))
+    number = np.empty(len(docs), np.int64)
+    number[order] = np.arange(len(docs))
+    return number
