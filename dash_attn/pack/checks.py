@@ -83,6 +83,14 @@ def check(assembly: Assembly) -> None:
         fault, row = _round_fault(assembly.rounds, docs, assembly.bundles, assembly.tickets)
     if fault != Fault.NONE:
         raise AssemblyError(f"the tables of the pack are wrong, sequence {row} of `docs`: {SAID[Fault(int(fault))]}")
+    unwritten = ((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()
+    for name, given, needed in (
+        ("cut", sizes.cut, (docs[:, Doc.PANELS] > sizes.heads_kv).any()),
+        ("clears_dq", assembly.clears_dq, (assembly.contributors == 0).any()),
+        ("clears_dkv", assembly.clears_dkv, unwritten),
+    ):
+        if needed and not given:
+            raise AssemblyError(f"the tables of the pack are wrong: they need `{name}`, which is not set")
 
 
 @compiled

@@ -44,7 +44,11 @@ class Tickets:
 
 
 def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
-    """The board of a pack, and the first chain of each ticket (one more at the end)."""
+    """The board of a pack, and the first chain of each ticket (one more at the end).
+
+    If chains of some documents are cut, the chains of all documents end with sums of dK and dV. A sum of a document
+    with whole groups has one contributor.
+    """
     docs, sizes = assembly.docs.astype(np.int64), assembly.sizes
     num_q, num_kv = -(-docs[:, Doc.Q_ROWS] // sizes.shape.m), -(-docs[:, Doc.K_ROWS] // sizes.shape.n)
     group = sizes.heads_q // sizes.heads_kv
@@ -72,7 +76,6 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     kv_tiles = sizes.heads_kv * num_kv
     kv_tile = (np.cumsum(kv_tiles) - kv_tiles)[doc] + q_head // group * num_kv[doc]
     task_first = tasks_before(chains, runs)
-    cut_parts = np.concatenate([[0], np.cumsum(parts * cut[of])])
     board = Board(
         frozen(chains),
         frozen(runs),
@@ -82,7 +85,7 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
         frozen(assembly.contributors),
         docs[doc[of], Doc.CONTRIBUTORS],
         frozen(task_first),
-        task_first[-1] + cut_parts,
+        task_first[-1] + parts * np.arange(len(of) + 1),
         int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE]) * parts,
         (q_head % group * cut)[of],
         parts,

@@ -21,13 +21,13 @@ from tests.strategies import examples
 CU = [0, 30, 30, 41, 100, 130]  # two documents of one length, one without tokens
 
 
-def made() -> Assembly:
-    return assemble(Problem(2, 4, 2, 130, 130, mask=documents(CU, causal=True)), TileShape(8, 16), "spt")
+def made(policy: str = "spt") -> Assembly:
+    return assemble(Problem(2, 4, 2, 130, 130, mask=documents(CU, causal=True)), TileShape(8, 16), policy)
 
 
-def changed(**tables: Callable[[np.ndarray], Any]) -> Assembly:
+def changed(policy: str = "spt", **tables: Callable[[np.ndarray], Any]) -> Assembly:
     """The pack with some tables changed. A change edits a copy in place, or gives a new table."""
-    whole = made()
+    whole = made(policy)
     copies = {name: getattr(whole, name).copy() for name in tables}
     new = {name: change(copies[name]) for name, change in tables.items()}
     return replace(whole, **{name: copies[name] if new[name] is None else new[name] for name in tables})
@@ -52,6 +52,20 @@ def swap(*columns: int, rows: tuple[int, int] = (0, 4)) -> Callable[[np.ndarray]
         first, second = rows
         for column in columns or range(table.shape[1]):
             table[[first, second], column] = table[[second, first], column]
+
+    return change
+
+
+def without_queries() -> Assembly:
+    """The second document has keys and no queries, and the first query of the first one sees no key."""
+    cu_q, cu_k = [0, 9, 9, 20], [0, 8, 16, 27]
+    mask = documents(cu_q, cu_k, causal=True)
+    return assemble(Problem(1, 2, 1, 20, 27, mask=mask), TileShape(1, 8), "spt@head")
+
+
+def entry(place: int, by: int) -> Callable[[np.ndarray], None]:
+    def change(table: np.ndarray) -> None:
+        table[place] += by
 
     return change
 
@@ -126,6 +140,25 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
     "another head": (changed(runs=put(0, Run.HEAD, 1)), "tasks are not the contributions"),
     "another q tile": (changed(runs=add(1, Run.FIRST_Q, -1)), "tasks are not the contributions"),
     "a run is missing": (changed(chains=add(0, PackedChain.NUM_RUNS, -1)), "tasks are not the contributions"),
+    "a contributor more": (changed(contributors=entry(0, 1)), "tasks are not the contributions"),
+    "a contributor less": (changed(contributors=entry(-1, -1)), "tasks are not the contributions"),
+    "a contributor is missing": (changed(contributors=lambda table: table[:-1]), "contributors are outside"),
+    "keys of a sequence are fewer": (changed(docs=add(0, Doc.K_ROWS, -16)), "tile"),
+    "keys begin elsewhere": (changed(docs=add(0, Doc.K_ROW, 16)), "tile is not cut from the rows"),
+    "keys of two sequences swapped": (changed(docs=swap(Doc.K_ROW, rows=(2, 3))), "tile is not cut from the rows"),
+    "a sequence twice": (changed(docs=lambda docs: docs[[0, *range(len(docs))]]), "tiles do not follow"),
+    # The same with cut chains, which have a panel for each q head.
+    "a cut group whole": (changed("spt@head", docs=put(0, Doc.PANELS, 2)), "tasks are not the contributions"),
+    "the last cut group whole": (changed("spt@head", docs=put(7, Doc.PANELS, 2)), "tasks are not the contributions"),
+    "too many panels": (changed("spt@head", docs=put(0, Doc.PANELS, 8)), "neither kv heads nor q heads"),
+    "a second head in a panel of one": (changed("spt@head", runs=put(0, Run.HEAD, 1)), "outside the q tiles and heads"),
+    "a cut ticket less": (replace(made("spt@head"), tickets=made("spt@head").tickets - 1), "tickets of a round do not"),
+    "cut is not set": (
+        replace(made("spt@head"), sizes=replace(made("spt@head").sizes, cut=False)),
+        "they need `cut`",
+    ),
+    "dQ is not cleared": (replace(without_queries(), clears_dq=False), "they need `clears_dq`"),
+    "dK and dV are not cleared": (replace(without_queries(), clears_dkv=False), "they need `clears_dkv`"),
 }
 
 
@@ -143,12 +176,12 @@ def test_the_right_pack_is_taken() -> None:
 
 
 @examples(300)
-@given(st.data())
-def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> None:
+@given(st.data(), st.sampled_from(["spt", "spt@head"]))
+def test_any_other_number_in_the_instances_is_refused(data: st.DataObject, policy: str) -> None:
     """No number of these tables is free. A sequence without tokens may have its rows and its template anywhere,
     and panels of either kind."""
     name = data.draw(st.sampled_from(["docs", "rounds", "q_tiles", "kv_tiles"]))
-    table = getattr(made(), name)
+    table = getattr(made(policy), name)
     row, column = data.draw(st.integers(0, len(table) - 1)), data.draw(st.integers(0, table.shape[1] - 1))
     free = (ROW, Doc.K_ROW, Doc.BUNDLE, Doc.CONTRIBUTORS)
     if name == "docs" and not table[row, ROWS] and column in free:
@@ -156,9 +189,9 @@ def test_any_other_number_in_the_instances_is_refused(data: st.DataObject) -> No
     value = data.draw(st.integers(-10, 300).filter(lambda value: value != table[row, column]))
     if name == "docs" and not table[row, ROWS] and column == Doc.PANELS and value == made().sizes.heads_q:
         return
-    wrong = changed(**{name: put(row, column, value)})
+    wrong = changed(policy, **{name: put(row, column, value)})
     if name == "docs" and column in (Doc.BUNDLE, Doc.CONTRIBUTORS):
-        assert _is_refused(wrong) or _same_order(wrong)
+        assert _is_refused(wrong) or _same_order(wrong, made(policy))
     else:
         assert _is_refused(wrong)
 
@@ -171,5 +204,5 @@ def _is_refused(wrong: Assembly) -> bool:
     return False
 
 
-def _same_order(other: Assembly) -> bool:
-    return play(other, other.co_resident) == play(made(), made().co_resident)
+def _same_order(other: Assembly, right: Assembly) -> bool:
+    return play(other, other.co_resident) == play(right, right.co_resident)

@@ -54,9 +54,7 @@ def by_hand(pack: Pack, workers: int, compute: int, reduce: int) -> tuple[float,
         owners.append(worker)
         for step in ticket_steps(made, ticket):
             if isinstance(step, ChainEnd):
-                if made.docs[step.doc, Doc.PANELS] == made.sizes.heads_kv:
-                    continue
-                for part in range(parts):
+                for part in range(parts if made.sizes.cut else 0):
                     key = ("dK dV", step.doc, step.kv_head, step.kv_tile, part)
                     clock = ends[key] = max(clock, ends[key]) + reduce
             else:
