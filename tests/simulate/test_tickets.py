@@ -100,7 +100,7 @@ def test_the_board_has_the_tasks_of_the_tables(pack: Pack) -> None:
     made = assemble(pack.problem, pack.shape_of(pack.problem), pack.policy)
     steps, board = tickets.board.expand(), tickets.board
     names = simulate(tickets, max(1, tickets.co_resident)).timeline.names
-    begin = np.cumsum([0, *(s.len_q for s in pack.sequences)])
+    begin = np.cumsum([0, *(s.len_q for s in pack.problem.sequences)])
     ours = Counter(
         (int(begin[names.batch[t]]), int(names.q_head[t]), int(steps.q[t]), int(names.kv_tile[t]), int(steps.turn[t]))
         for t in range(board.num_tasks)
@@ -166,6 +166,19 @@ def test_a_sequence_alone_takes_as_long_as_its_program() -> None:
         assert (
             drawn.makespan == drawn.lower_bound == lower_bounds(_program(problem), workers, Paper())["work / workers"]
         )
+
+
+@pytest.mark.parametrize("policy", ["spt", "spt@head", "shift"])
+def test_panels_are_instances_like_documents(policy: str) -> None:
+    """Each range of queries has its own sums of dK and dV, which a later pass folds."""
+    problem = Problem(1, 4, 2, 64, 64, mask=FULL, panels=4)
+    tickets = Tickets.of(pack_of(problem, policy))
+    result = simulate(tickets, 16, Paper(2, 1))
+    assert sorted(set(tickets.board.chains[:, Chain.BATCH].tolist())) == [0, 1, 2, 3]
+    assert result.board.num_tasks == 4 * 16 * 8 and result.lower_bound <= result.makespan
+    chains = 4 * 8 * (4 if "@head" in policy else 2)
+    assert result.board.num_steps == result.board.num_tasks + chains * result.board.parts
+    assert dag(tickets, result.placement, Paper(2, 1)).length() == result.makespan
 
 
 def _program(problem: Problem):  # type: ignore[no-untyped-def]
