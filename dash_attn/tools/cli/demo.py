@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -13,19 +14,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dash_attn.backends import Gradients, Operands, Options, backend_for
 from dash_attn.order import applicable
+from dash_attn.pack import Pack
 from dash_attn.plan import plan
 from dash_attn.prepare import Prepared, prepare
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem
-from dash_attn.simulate import Paper
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents
+from dash_attn.simulate import Paper, Tickets
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import viz
 from dash_attn.tools.bench.operands import draw_operands, exact
 from dash_attn.tools.cli.doctor import usable_device
 from dash_attn.tools.cli.gpu_demo import HEADER, gpu_rows, gpu_table
 from dash_attn.tools.cli.tables import console, policy_rows, policy_table
+from dash_attn.tools.cli.workload import policies_of
 
 CPU = torch.device("cpu")
 REPEATS = 4
+PACKED_TILES = (4, 12, 6, 16, 4)  # of the documents of a pack
 JITTER = 1e-3  # seconds by which a contribution may be late, so that unordered sums come in different orders
 
 
@@ -103,6 +107,9 @@ def run_demo(out: Path, quick: bool) -> None:
         section, table = _schedules(problem.mask, workers=16, heads=4)
         screen.print(table)
         sections.append(section)
+    section, table = _pack_schedules(workers=16, heads=4)
+    screen.print(table)
+    sections.append(section)
     path = viz.report(out, sections, title="dash_attn: deterministic attention, policy by policy")
     screen.print(f"Wrote [bold]{path.resolve()}[/] in {time.perf_counter() - began:.0f} s: open it in a browser.")
     if not bits_repeat:
@@ -194,3 +201,15 @@ def _schedules(mask: Mask, workers: int, heads: int) -> tuple[viz.Section, Table
     title = f"{mask} mask, {workers} x {workers} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
     section = viz.schedules(results)
     return section, policy_table(rows, title)
+
+
+def _pack_schedules(workers: int, heads: int) -> tuple[viz.Section, Table]:
+    """The same for documents of different lengths in one pack, whose tickets the workers draw."""
+    cu = [0, *accumulate(2 * tiles for tiles in PACKED_TILES)]
+    problem = Problem(1, heads, heads, cu[-1], cu[-1], mask=documents(cu, causal=True))
+    pack = Pack(problem, lambda _: TileShape(2, 2))
+    tickets = [Tickets.of(replace(pack, policy=name)) for name in policies_of(pack)]
+    rows, results = policy_rows(tickets, workers, Paper(1.0, 0.35), record=True)
+    lengths = ", ".join(map(str, PACKED_TILES))
+    title = f"a pack of causal documents of {lengths} tiles, {heads} heads, {workers} workers, compute 1, reduce 0.35"
+    return viz.schedules(results), policy_table(rows, title)

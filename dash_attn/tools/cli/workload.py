@@ -175,11 +175,7 @@ class Workload:
     def policies(self) -> list[str]:
         """The policies that can order the problem, or every document of it."""
         pack = self._pack("auto")
-        if pack is None:
-            return applicable(self.tiling())
-        orders = [applicable(tile(alone, pack.shape_of(alone))) for alone in pack.problem.distinct.values()]
-        together = [name for name, rule in POLICIES.items() if not rule.looks_at_batch]
-        return [name for name in together if all(name in order for order in orders)]
+        return applicable(self.tiling()) if pack is None else policies_of(pack)
 
     def _pack(self, policy: str) -> Pack | None:
         """The documents of the problem, if it has documents."""
@@ -210,6 +206,13 @@ class Workload:
 
             return torch.get_num_threads()
         return SMS
+
+
+def policies_of(pack: Pack) -> list[str]:
+    """The policies that can order every document of a pack, and look at nothing beyond a document."""
+    orders = [applicable(tile(alone, pack.shape_of(alone))) for alone in pack.problem.distinct.values()]
+    alone = [name for name, rule in POLICIES.items() if not rule.looks_at_batch]
+    return [name for name in alone if all(name in order for order in orders)]
 
 
 def check_dtype(given: str | None) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from dash_attn.launch import compose
-from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.simulate import Model, Paper, Simulation, simulate
+from dash_attn.pack import Pack
+from dash_attn.problem import CAUSAL, FULL, Problem, documents
+from dash_attn.simulate import Model, Paper, Simulation, Tickets, simulate
 from dash_attn.tiling import TileShape, tile
 
 Simulate = Callable[..., Simulation]
@@ -26,3 +27,11 @@ def simulated() -> Simulate:
         return simulate(order, workers or n, model or Paper(1.0, 0.35))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def packed() -> Simulation:
+    """Three documents of 4, 2 and 6 tiles, two q heads of one kv head, chains cut by q head."""
+    mask = documents([0, 8, 12, 24], causal=True)
+    pack = Pack(Problem(1, 2, 1, 24, 24, mask=mask), lambda _: TileShape(2, 2), "fa3@head")
+    return simulate(Tickets.of(pack), 4, Paper(1.0, 0.35))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dash_attn.simulate import Machine, Simulation
-from dash_attn.tools.viz import Section, report, schedules
+from dash_attn.tools.viz import Section, html, report, schedules
 from dash_attn.tools.viz.evidence import evidence
 from dash_attn.tools.viz.plots import OURS
 from tests.tools.viz.browser import Browser
@@ -109,6 +109,24 @@ def test_pointing_and_tapping_tell_the_same(browser: Browser, page: Path, simula
     else:
         browser.mouse("mouseMoved", 2, 2)
     assert shown(browser) == "" and not traced(browser)
+
+
+def test_a_pack_names_documents_and_the_ends_of_cut_chains(
+    browser: Browser, packed: Simulation, tmp_path: Path
+) -> None:
+    browser.open(html(packed, tmp_path / "pack.html", colour="sequence"))
+    assert browser.run("document.getElementById('error').textContent") == ""
+    names, tasks = packed.timeline.names, packed.board.num_tasks
+    ends = [e for e in packed.timeline if e.role == "reduce" and e.task >= tasks and names.turn[e.task] == 1]
+    event = ends[0]
+    browser.mouse("mouseMoved", *place(browser, (event.begin + event.end) / 2, event.worker))
+    said = shown(browser)
+    assert f"document {names.batch[event.task]}, head 1, dK and dV, kv tile {names.kv_tile[event.task]}" in said
+    assert "turn 1 (0 to 1)" in said and "compute" not in said
+    for by in ("q", "kv", "head", "sequence"):
+        choose = f"(c => {{ c.value = '{by}'; c.dispatchEvent(new Event('change')); }})"
+        browser.run(f"{choose}(document.getElementById('colour'))")
+        assert browser.run("document.getElementById('error').textContent") == ""
 
 
 def test_dragging_with_a_finger_pans_and_shows_nothing(browser: Browser, page: Path) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dash_attn.simulate import Machine
+from dash_attn.simulate import Machine, Simulation
 from dash_attn.tools.viz import chart, palette
 from dash_attn.tools.viz.charts import best, lanes
 
@@ -90,3 +90,12 @@ def test_every_key_has_a_colour() -> None:
             colours = palette.swatches(count, by)
             assert colours.shape == (count, 3)
             assert ((colours >= 0) & (colours <= 1)).all()
+
+
+def test_documents_have_colours_and_ends_of_cut_chains_a_key(packed: Simulation) -> None:
+    names = packed.timeline.names
+    np.testing.assert_array_equal(palette.keys(names, "sequence"), names.batch)
+    assert len({tuple(colour) for colour in palette.swatches(3, "sequence")}) == 3
+    ends = names.q_tile < 0
+    assert ends.sum() == packed.board.num_steps - packed.board.num_tasks > 0
+    assert set(palette.keys(names, "q")[ends].tolist()) == {6} and palette.keys(names, "q")[~ends].max() == 5

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import dash_attn.tools.viz
-from dash_attn.simulate import Machine
+from dash_attn.simulate import Machine, Simulation
 from dash_attn.timeline import Timeline
 from dash_attn.tools.viz import chart, compare, gantt, palette
 from dash_attn.tools.viz.gantt_chart import stack
@@ -104,3 +104,8 @@ def test_wrong_endings_and_nothing_to_draw(simulated, tmp_path: Path) -> None:
 def test_no_global_drawing_state() -> None:
     for path in Path(dash_attn.tools.viz.__file__).parent.glob("*.py"):
         assert "pyplot" not in path.read_text(encoding="utf-8"), path
+
+
+def test_a_pack_is_drawn_by_document(packed: Simulation, tmp_path: Path) -> None:
+    image = pixels(gantt(packed, tmp_path / "pack.png", colour="sequence"))
+    assert all(share(image, palette.HUES[document]) > 0.005 for document in range(3))
