@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dash_attn.pack import Assembly, Doc, Pack, PackedChain, assemble
+from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, Round, assemble
 from dash_attn.program import CHAIN, Board, Chain, Sequences
 from dash_attn.program.board import parts_of
 from dash_attn.program.program import Longs, frozen, tasks_before
@@ -53,40 +53,43 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     num_q, num_kv = -(-docs[:, Doc.Q_ROWS] // sizes.shape.m), -(-docs[:, Doc.K_ROWS] // sizes.shape.n)
     group = sizes.heads_q // sizes.heads_kv
     ticket = np.arange(assembly.tickets)
-    # A document without tickets begins at the ticket of the next one, which stands behind it.
-    doc = np.searchsorted(docs[:, Doc.TICKET], ticket, side="right") - 1
-    panel, bundle = np.divmod(ticket - docs[doc, Doc.TICKET], docs[doc, Doc.BUNDLES])
+    rounds = assembly.rounds.astype(np.int64)
+    row = rounds[np.searchsorted(rounds[:, Round.TICKET], ticket, side="right") - 1]
+    doc = row[:, Round.DOC]
+    panel: Longs = (ticket - row[:, Round.TICKET]) // row[:, Round.BUNDLES]
+    bundle = (ticket - row[:, Round.TICKET]) % row[:, Round.BUNDLES]
     cut = docs[doc, Doc.PANELS] > sizes.heads_kv
-    q_head = np.where(cut, panel % sizes.heads_kv * group + panel // sizes.heads_kv, panel * group)
-    first, count = assembly.bundles[docs[doc, Doc.BUNDLE] + bundle].astype(np.int64).reshape(-1, 2).T
+    q_head: Longs = np.where(cut, panel % sizes.heads_kv * group + panel // sizes.heads_kv, panel * group)
+    bundles = assembly.bundles[row[:, Round.BUNDLE] + bundle].astype(np.int64)
+    first, count = bundles[:, PackedBundle.FIRST_CHAIN], bundles[:, PackedBundle.NUM_CHAINS]
 
     of = np.repeat(ticket, count)  # the ticket of each chain
     begins = np.concatenate([[0], np.cumsum(count)])
-    row = first[of] + np.arange(len(of)) - begins[of]
+    at = first[of] + np.arange(len(of)) - begins[of]
     chains = np.empty((len(of), len(CHAIN)), np.int32)
     chains[:, Chain.BATCH] = _in_pack(docs)[doc[of]]
     chains[:, Chain.KV_HEAD] = panel[of]
-    chains[:, Chain.KV_TILE] = assembly.chains[row, PackedChain.KV_TILE]
-    chains[:, Chain.FIRST_RUN] = assembly.chains[row, PackedChain.FIRST_RUN]
-    chains[:, Chain.NUM_RUNS] = assembly.chains[row, PackedChain.NUM_RUNS]
+    chains[:, Chain.KV_TILE] = assembly.chains[at, PackedChain.KV_TILE]
+    chains[:, Chain.FIRST_RUN] = assembly.chains[at, PackedChain.FIRST_RUN]
+    chains[:, Chain.NUM_RUNS] = assembly.chains[at, PackedChain.NUM_RUNS]
     runs = np.ascontiguousarray(assembly.runs[:, :-1])
 
-    dq_tiles = sizes.heads_q * num_q
+    dq_tiles, kv_tiles = sizes.heads_q * num_q, sizes.heads_kv * num_kv
+    dq_tile = _before(dq_tiles)[doc] + q_head * num_q[doc]
+    kv_tile = _before(kv_tiles)[doc] + q_head // group * num_kv[doc]
     parts = parts_of(sizes.shape.m, sizes.shape.n) if sizes.cut else 0
-    kv_tiles = sizes.heads_kv * num_kv
-    kv_tile = (np.cumsum(kv_tiles) - kv_tiles)[doc] + q_head // group * num_kv[doc]
     task_first = tasks_before(chains, runs)
     board = Board(
         frozen(chains),
         frozen(runs),
         q_head[of],
-        frozen(((np.cumsum(dq_tiles) - dq_tiles)[doc] + q_head * num_q[doc])[of]),
+        frozen(dq_tile[of]),
         num_q[doc[of]],
         frozen(assembly.contributors),
         docs[doc[of], Doc.CONTRIBUTORS],
         frozen(task_first),
         task_first[-1] + parts * np.arange(len(of) + 1),
-        int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE]) * parts,
+        int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE].astype(np.int64)) * parts,
         (q_head % group * cut)[of],
         parts,
         int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
@@ -103,3 +106,8 @@ def _in_pack(docs: Longs) -> Longs:
     number = np.empty(len(docs), np.int64)
     number[order] = np.arange(len(docs))
     return number
+
+
+def _before(counts: Longs) -> Longs:
+    """The sum of all counts before each."""
+    return np.cumsum(counts) - counts

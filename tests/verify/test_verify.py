@@ -7,7 +7,6 @@ import dataclasses
 import tracemalloc
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from dash_attn.program import Chain, Program, Sequences
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import TooFewWorkers, VerifyError, verify
 from tests.strategies import examples, programs
-from tests.verify.oracle import Book, Visit, faults, finishes, proves_deadlock
+from tests.verify.oracle import Book, Step, Visit, faults, finishes, proves_deadlock
 
 # ---- mutations ---------------------------------------------------------------------------------------------
 
@@ -307,13 +306,13 @@ def test_no_bundle_waits_for_a_later_round(program: Program, shuffle: bool, seed
         return
     assert (np.diff(rounds) >= 0).all() and (np.diff(rounds) <= 1).all() and len(rounds) == len(book.bundle_first) - 1
     round_at = {
-        (name[:3], turn): number
+        (total, turn): number
         for number, sequence in zip(rounds.tolist(), book.sequences(), strict=True)
-        for name, turn, *_ in sequence
+        for _, turn, total in sequence
     }
-    assert all(number >= round_at.get((tile, turn - 1), 0) for (tile, turn), number in round_at.items())
+    assert all(number >= round_at.get((total, turn - 1), 0) for (total, turn), number in round_at.items())
     workers = int(np.bincount(rounds).max(initial=1)) + int(rng.integers(3))
-    lines: list[list[Any]] = [[] for _ in range(workers)]
+    lines: list[list[Step]] = [[] for _ in range(workers)]
     for number in np.unique(rounds):
         sequences = [sequence for r, sequence in zip(rounds, book.sequences(), strict=True) if r == number]
         for worker, sequence in zip(rng.permutation(workers), sequences, strict=False):
@@ -335,7 +334,7 @@ def test_panels_that_share_keys_come_in_whole_groups() -> None:
         verify(dataclasses.replace(program, geometry=dataclasses.replace(program.geometry, share=3)))
 
 
-def placed(program: Program, placement: Sequences) -> list[list[tuple[tuple[int, int, int, int], int]]]:
+def placed(program: Program, placement: Sequences) -> list[list[Step]]:
     """The tasks of each worker."""
     book = Book.of(program)
     book.launch, book.bundle_first = placement.chains.tolist(), placement.first.tolist()

@@ -69,7 +69,7 @@ def test_documents_are_explained_together(capsys, backend):
         row = json.loads(run(capsys, "simulate", *sizes, "--model", "h200", "--json"))
         assert (row["makespan"], row["gap"]) == (said["makespan_us"], said["gap"])
         assert row["lower_bound"] == max(said["lower_bounds_us"].values()) <= row["makespan"]
-        for name in ("tasks", "chains", "co_resident", "fingerprint", "policy", "workers"):
+        for name in ("tasks", "chains", "fingerprint", "policy", "workers"):
             assert row[name] == said[name]
         assert said["tickets"] > 0 and said["critical_path"]
 
