@@ -105,7 +105,7 @@ def lengths(longest: int = LONG[-1]) -> list[BenchCase]:
 
 
 def few() -> list[BenchCase]:
-    """One sequence with grouped heads, as tensor parallelism leaves them on a GPU."""
+    """One sequence with grouped heads, as tensor parallelism leaves them on a GPU, and queries after many keys."""
     shapes = [
         *((32, 8, 128, n, CAUSAL) for n in (512, 1024, 2048, 4096)),
         *((28, 4, 128, n, CAUSAL) for n in (1024, 2048, 4096)),
@@ -116,9 +116,16 @@ def few() -> list[BenchCase]:
         (32, 8, 128, 2048, FULL),
         (14, 2, 64, 2048, FULL),
     ]
+    last = [(32, 8, 128, 2048, 16384), (8, 1, 128, 1024, 8192), (28, 4, 128, 512, 4096), (14, 2, 64, 2048, 8192)]
     return [
-        BenchCase(f"{q}/{kv} heads d{dim} {mask} {n}", Problem(1, q, kv, n, n, dim, mask=mask))
-        for q, kv, dim, n, mask in shapes
+        *(
+            BenchCase(f"{q}/{kv} heads d{dim} {mask} {n}", Problem(1, q, kv, n, n, dim, mask=mask))
+            for q, kv, dim, n, mask in shapes
+        ),
+        *(
+            BenchCase(f"{q}/{kv} heads d{dim} causal, last {m} of {n}", Problem(1, q, kv, m, n, dim, mask=CAUSAL))
+            for q, kv, dim, m, n in last
+        ),
     ]
 
 

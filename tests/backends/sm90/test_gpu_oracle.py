@@ -21,7 +21,7 @@ from dash_attn.backends.sm90.config import DEBUG, KernelConfig
 from dash_attn.backends.sm90.launch import Launch
 from dash_attn.backends.sm90.packed import PackedBackward
 from dash_attn.backends.sm90.packed import rows_of as packed_rows
-from dash_attn.pack import Doc
+from dash_attn.pack import Doc, Round
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from tests.backends.sm90.cases import Case, policies, prepared, room, same
 
@@ -68,8 +68,9 @@ def contributors_of(launch: Launch) -> np.ndarray:
     contributors = launch.tables.contributors.cpu().numpy()
     if not launch.cfg.packed:
         return contributors
-    docs = launch.tables.program[0].tolist()
-    tiles = [(doc[Doc.CONTRIBUTORS], -(-doc[Doc.Q_ROWS] // launch.cfg.tile_m)) for doc in docs]
+    rounds = launch.tables.program[0][:, len(Round) :].tolist()  # a sequence may have several
+    docs = {doc[Doc.Q_TILE]: doc for doc in rounds if doc[Doc.Q_ROWS]}
+    tiles = [(docs[at][Doc.CONTRIBUTORS], -(-docs[at][Doc.Q_ROWS] // launch.cfg.tile_m)) for at in sorted(docs)]
     return np.concatenate([contributors[first : first + count] for first, count in tiles])
 
 
