@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -30,10 +32,12 @@ class BenchCase:
 
     @property
     def flops(self) -> float:
-        """Operations of the backward by the usual count: five products over the pairs of each sequence, half of them
-        for a causal mask."""
-        p, (len_q, len_k) = self.problem, self.problem.sequence_table.T[2:]
-        return 10.0 * p.heads_q * p.dim * float((len_q * len_k).sum()) * (0.5 if self.kind.is_causal else 1.0)
+        """Operations of the backward by the usual count: five products over the pairs of each sequence. A causal mask
+        has half of the pairs of its last queries and keys."""
+        p, (len_q, len_k) = self.problem, self.problem.sequence_table.T[2:].astype(float)
+        seen = np.minimum(len_q, len_k)
+        pairs = seen * (len_k - 0.5 * seen) if self.kind.is_causal else len_q * len_k
+        return float(10.0 * p.heads_q * p.dim * pairs.sum())
 
 
 @dataclass(frozen=True)
