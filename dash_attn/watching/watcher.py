@@ -1,0 +1,348 @@
+"""dash_attn.watch: hooks that record a fingerprint of every tensor that passes a module, step by step."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dash_attn.watching import environment
+from dash_attn.watching.files import Row, Writer, path_of
+from dash_attn.watching.fingerprint import plain
+from dash_attn.watching.slots import Slots
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+Named = tuple[str, Tensor]
+Place = tuple[int, int]
+
+
+def watch(
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    to: str | PathLike[str],
+    steps: Container[int] | None = None,
+) -> Watcher:
+    """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
+
+    Call it once, after the model is wrapped (DDP, `fully_shard`) and the optimizer is made, before the first step.
+    A step ends with the step of the optimizer; of several optimizers, with the last one's. Without an optimizer a
+    step ends when the next forward starts after a backward. `steps` names the steps to record: all without it, or
+    for example `range(0, 10**9, 100)`. Every process of a distributed run writes a file of its own. The record is
+    complete after `close()`, which also runs when the process ends.
+    """
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    return Watcher(unwrapped(model), given, Writer(path_of(Path(to), environment.rank())), steps)
+
+
+@dataclass
+class _Seen:
+    """A tensor of this step: it is known again while it lives and nothing has been written to it."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    place: Place
+    hooked: bool = False
+
+
+@dataclass
+class _Open:
+    """The step that is being recorded."""
+
+    number: int
+    rows: list[tuple[str, str, str, str, Place]] = field(default_factory=list)
+    slots: Slots = field(default_factory=Slots)
+    seen: dict[int, _Seen] = field(default_factory=dict)
+    began: bool = False
+
+    def layout(self) -> tuple[Row, ...]:
+        starts = self.slots.starts()
+        return tuple(
+            Row(phase, module, tensor, form, starts[buffer] + place)
+            for phase, module, tensor, form, (buffer, place) in self.rows
+        )
+
+
+class Watcher:
+    """The hooks of one model and the file that they write to. `watch` makes one."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], writer: Writer, steps: Container[int] | None
+    ) -> None:
+        self._model, self._writer, self._steps = model, writer, steps
+        self._optimizers = list[Optimizer]()
+        self._handles: list[Any] = []
+        self._pending: deque[_Open] = deque()
+        self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
+        self._open = _Open(0)
+        self._active = self._continued = self._had_backward = self._wrote = False
+        self._depth = 0
+        self._hook_modules()
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+        atexit.register(self.close)
+
+    # ---- what scripts call ---------------------------------------------------------------------------------
+
+    def see(self, name: str, value: Any) -> None:
+        """Record tensors that pass no module, for example the targets of a batch."""
+        self._record("data", "", list(tensors_of(value, name)))
+
+    def end_step(self) -> None:
+        """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
+        done, self._continued = self._open, self._recording
+        if done.rows:
+            done.slots.send()
+            self._pending.append(done)
+        done.seen.clear()
+        self._open, self._had_backward = _Open(done.number + 1), False
+        while self._pending and self._pending[0].slots.arrived():
+            self._write(self._pending.popleft())
+
+    def close(self) -> None:
+        """Remove the hooks, wait for the last fingerprints and close the file."""
+        if not self._handles:
+            return
+        atexit.unregister(self.close)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.end_step()
+        for step in self._pending:
+            step.slots.wait()
+            self._write(step)
+        self._pending.clear()
+        self._writer.close()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch another optimizer of the model. A step then ends with the step of this one."""
+        if not self.trains(optimizer):
+            raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
+        self._optimizers.append(optimizer)
+        before, after = unseen(self._before_update), unseen(self._after_update)
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Has the optimizer a parameter of the model?"""
+        return any(id(parameter) in self._owners for parameter in parameters_of(optimizer))
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- hooks ---------------------------------------------------------------------------------------------
+
+    def _hook_modules(self) -> None:
+        self._owners: dict[int, tuple[str, str]] = {}
+        for path, module in self._model.named_modules():
+            name = clean(path)
+            before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            # Also called after an exception, so that the depth stays right.
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            for own, parameter in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(parameter), (name, own))
+                if parameter.requires_grad:
+                    hook = unseen(partial(self._parameter_gradient, name, own))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        again = recomputes()
+        outermost = self._depth == 0 and not again
+        self._depth += 1
+        if outermost:
+            self._active = torch.is_grad_enabled()  # evaluation is no part of a step
+            if self._active:
+                self._begin()
+        if self._active:
+            phase = "recompute" if again else "data" if outermost else "forward"
+            self._pass(phase, name, [*tensors_of(args, "input"), *tensors_of(kwargs, "input")])
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._depth -= 1
+        if self._active:
+            self._pass("recompute" if recomputes() else "forward", name, list(tensors_of(out, "output")))
+
+    def _pass(self, phase: str, module: str, named: list[Named]) -> None:
+        """Record tensors, and their gradients when these come."""
+        self._record(phase, module, named)
+        for name, tensor in named:
+            seen = self._open.seen.get(id(tensor))
+            if tensor.requires_grad and seen is not None and not seen.hooked:
+                seen.hooked = True
+                tensor.register_hook(partial(self._gradient, module, name))
+
+    def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
+        self._had_backward = True
+        self._record("backward", module, list(tensors_of(gradient, name)))
+
+    def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradient(module, name, parameter.grad)
+
+    def _begin(self) -> None:
+        """At the start of an outermost forward."""
+        if self._had_backward and not self._optimizers:
+            self.end_step()
+        if not self._recording:
+            return
+        if not self._open.began and not (self._continued and self._optimizers):
+            self._record("start", "", self._state(), owned=True)
+        self._open.began = True
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        for name, value in environment.random_states(device):
+            self._open.rows.append(("random", "", name, "", self._open.slots.add_host(value)))
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        named = [
+            (f"gradient of {name}", tensor)
+            for parameter in parameters_of(optimizer)
+            for name, tensor in tensors_of(parameter.grad, self._name(parameter))
+        ]
+        if environment.distributed():
+            self._open.seen.clear()  # a reduction writes to gradients, and their versions do not tell
+        self._record("reduce", "", named, owned=True)
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        named, scalars = list[Named](), dict[str, list[Tensor]]()
+        for parameter in parameters_of(optimizer):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    # One for each parameter, as Adam's counter of steps: together they are one tensor.
+                    scalars.setdefault(f"{key} {value.dtype} {value.device}", []).append(value.detach().reshape(()))
+                else:
+                    named += tensors_of(value, f"{key} of {self._name(parameter)}")
+        stacked = [(f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
+        last = optimizer is self._optimizers[-1]
+        self._record("update", "", [*(self._state() if last else ()), *named, *stacked], owned=True)
+        if last:
+            self.end_step()
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    @property
+    def _recording(self) -> bool:
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        return not capturing and (self._steps is None or self._open.number in self._steps)
+
+    def _record(self, phase: str, module: str, named: Sequence[Named], *, owned: bool = False) -> None:
+        """Append a row for each tensor. A tensor that this step has already read is not read again.
+
+        With `owned`, tensors are named `NAME of MODULE.NAME` and the module is taken from there.
+        """
+        if not named or not self._recording:
+            return
+        step, fresh = self._open, dict[torch.device, list[tuple[int, Tensor]]]()
+        places: list[Place | None] = []
+        with torch.no_grad():
+            for index, (_, tensor) in enumerate(named):
+                places.append(known(step.seen, tensor))
+                if places[-1] is None:
+                    fresh.setdefault(tensor.device, []).append((index, tensor))
+            for group in fresh.values():
+                added = step.slots.add([plain(tensor) for _, tensor in group])
+                for (index, tensor), place in zip(group, added, strict=True):
+                    places[index] = place
+                    if not tensor.is_inference():
+                        step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, place)
+        for (name, tensor), at in zip(named, places, strict=True):
+            assert at is not None
+            owner, label = split(name) if owned else (module, name)
+            step.rows.append((phase, owner, label, self._form(tensor), at))
+
+    def _form(self, tensor: Tensor) -> str:
+        key = tensor.dtype, tensor.shape
+        if key not in self._forms:
+            self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return self._forms[key]
+
+    def _name(self, parameter: Tensor) -> str:
+        return ".".join(filter(None, self._owners.get(id(parameter), ("", "a parameter outside the model"))))
+
+    def _state(self) -> list[Named]:
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        return [pair for name, tensor in named for pair in tensors_of(tensor.detach(), clean(name))]
+
+    def _write(self, step: _Open) -> None:
+        if not self._wrote:
+            self._writer.environment(environment.environment())  # as it is after a step, not before the first
+            self._wrote = True
+        self._writer.step(step.number, step.layout(), step.slots.values())
+
+
+# ---- tensors and names -------------------------------------------------------------------------------------
+
+
+def tensors_of(value: Any, name: str) -> Iterator[Named]:
+    """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
+    if isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            parts = value.__tensor_flatten__()[0]
+            for part in parts:
+                yield from tensors_of(getattr(value, part), name if len(parts) == 1 else f"{name}.{part}")
+        elif value.layout is torch.strided and value.device.type != "meta":
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name)
+
+
+def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
+    """The place of a tensor that the step has read, if it is the same tensor with the same values."""
+    entry = seen.get(id(tensor))
+    same = entry is not None and entry.tensor() is tensor and entry.version == tensor._version
+    return entry.place if entry is not None and same else None
+
+
+def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    return disabled
+
+
+def recomputes() -> bool:
+    """Does a backward run? A forward inside it is that of gradient checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and torch.compile. Its modules have the same names with and without them."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def split(name: str) -> tuple[str, str]:
+    """`exp_avg of blocks.0.mlp.weight` as the module `blocks.0.mlp` and `exp_avg of weight`."""
+    what, of, path = name.rpartition(" of ")
+    module, _, own = path.rpartition(".")
+    return module, f"{what}{of}{own}"
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
