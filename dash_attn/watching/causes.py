@@ -53,15 +53,17 @@ def causes(difference: Difference, a: Environment, b: Environment) -> list[Cause
 
 
 def beginning(question: Question) -> Iterator[Cause]:
-    topic, step = question.difference.topic, question.difference.step
-    if topic == "weights":
+    for name, step in question.difference.generators:
+        if step == 0:
+            # Python and numpy seed themselves by chance: only a script that draws from them has to seed them.
+            own = name.startswith("torch")
+            yield Cause("a seed", f"the random state of {name} differs from the start", "seed it alike", seen=own)
+        else:
+            advice = "look for code that draws in one run and not in the other, or another number of times"
+            yield Cause("random draws", f"the random state of {name} differs from step {step} on", advice, seen=True)
+    if question.difference.topic == "weights":
         yield Cause("initial weights", "they differ before any step", "torch.manual_seed before the model is made")
         yield Cause("a checkpoint", "weights may come from one", "load the same file in both runs")
-    elif topic == "random" and question.difference.steps_equal == 0:
-        yield Cause("a seed", f"{question.difference.row.tensor} differs from the start", "seed it in both runs")
-    elif topic == "random":
-        advice = "look for code that draws a number of times that can change: workers, rejection, time, threads"
-        yield Cause("random draws", f"another number of draws before step {step}", advice)
 
 
 def data(question: Question) -> Iterator[Cause]:

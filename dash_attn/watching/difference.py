@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,8 @@ PASSES = ("data", "forward", "recompute")  # phases whose rows are inputs and ou
 
 @dataclass(frozen=True)
 class Difference:
-    """The first row that differs. `topic` sorts the causes; `inputs` are the recorded inputs, equal in both runs."""
+    """The first row that differs. `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs.
+    `generators` are random states that differ, with the step in which they first do."""
 
     rank: int
     step: int
@@ -28,6 +29,7 @@ class Difference:
     operation: str
     inputs: tuple[str, ...]
     steps_equal: int
+    generators: tuple[tuple[str, int], ...] = ()
 
     @property
     def direction(self) -> str:
@@ -40,7 +42,6 @@ class Difference:
 
 DIRECTIONS = {
     "start": "before the first step",
-    "random": "before the forward",
     "data": "before the forward",
     "forward": "forward",
     "recompute": "forward, computed again in the backward",
@@ -64,7 +65,14 @@ def common_steps(a: Record, b: Record) -> list[int]:
 
 
 def states(a: Step, b: Step) -> State:
-    """For each row of `a`: is it equal in `b`, does it differ, or is it missing?"""
+    """For each row of `a`: is it equal in `b`, does it differ, or is it missing? A random state counts as equal: one
+    that nothing draws from may differ, and one that something draws from shows in what was drawn."""
+    state = _states(a, b)
+    state[[row.phase == "random" for row in a.rows]] = EQUAL
+    return state
+
+
+def _states(a: Step, b: Step) -> State:
     if a.rows == b.rows:
         places = [row.place for row in a.rows]
         return (a.values[places] != b.values[places]).astype(np.int8)
@@ -104,8 +112,26 @@ def _first(a: Record, b: Record) -> Difference | None:
             one, two, index = two, one, int(np.flatnonzero(extra)[0])
         else:
             continue
-        return _difference(a.rank, one, two, index, count)
+        difference = _difference(a.rank, one, two, index, count)
+        return replace(difference, generators=tuple(_generators(a, b, difference)))
     return None
+
+
+def _generators(a: Record, b: Record, difference: Difference) -> Iterator[tuple[str, int]]:
+    """Random states that differ up to the step of the difference, and that something draws from."""
+    steps = [number for number in common_steps(a, b) if number <= difference.step]
+    since, values = dict[str, int](), dict[str, set[int]]()
+    for number in steps:
+        for row, state in zip(a.steps[number].rows, _states(a.steps[number], b.steps[number]), strict=True):
+            if row.phase == "random":
+                values.setdefault(row.tensor, set()).add(int(a.steps[number].values[row.place]))
+                if state:
+                    since.setdefault(row.tensor, number)
+    for name, number in since.items():
+        # torch seeds its generators alike in every process. Others differ unless the script seeds them.
+        drawn = len(values[name]) > 1 or (number == steps[-1] and difference.topic in ("data", "weights"))
+        if drawn or name.startswith("torch"):
+            yield name, number
 
 
 def _difference(rank: int, one: Step, two: Step, index: int, steps_equal: int) -> Difference:
@@ -125,8 +151,6 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
     row = step.rows[index]
     if row.phase == "start":
         return "weights", "none: the weights differ before the first step"
-    if row.phase == "random":
-        return "random", "none: a random state differs before the forward"
     if row.phase == "data":
         return "data", "none: the data differ"
     if row.phase == "reduce":

@@ -28,7 +28,7 @@ FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<II")  # number, layout
 MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
-MOST_ROWS = 1 << 20
+MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
 
 Values = npt.NDArray[np.uint64]
 Environment = dict[str, Any]
@@ -162,10 +162,12 @@ class _Frames:
 
 
 def _layout(content: bytes) -> Layout:
-    unpacker = zlib.decompressobj()
-    rows = json.loads(unpacker.decompress(content, MOST_FRAME))
-    if not isinstance(rows, list) or len(rows) > MOST_ROWS:
-        raise ValueError("a layout is no list, or too long")
+    text = zlib.decompressobj().decompress(content, MOST_LAYOUT)
+    if len(text) == MOST_LAYOUT:
+        raise ValueError("a layout is too long")
+    rows = json.loads(text)
+    if not isinstance(rows, list):
+        raise ValueError("a layout is no list")
     return tuple(_row(row) for row in rows)
 
 
