@@ -75,7 +75,7 @@ def states(a: Step, b: Step) -> State:
 def _states(a: Step, b: Step) -> State:
     if a.rows == b.rows:
         places = [row.place for row in a.rows]
-        return (a.values[places] != b.values[places]).astype(np.int8)
+        return np.asarray(a.values[places] != b.values[places], np.int8)
     others = {key: row for key, row in zip(keys(b), b.rows, strict=True)}
     state = np.full(len(a.rows), MISSING, np.int8)
     for index, (key, row) in enumerate(zip(keys(a), a.rows, strict=True)):
@@ -194,13 +194,14 @@ def _inputs(step: Step, index: int) -> Iterator[str]:
     """Names of recorded tensors that the operation of row `index` reads. All of them stand before it, and are equal."""
     row, before = step.rows[index], step.rows[:index]
     own = row.tensor.rpartition(" of ")[2]
+    phases: tuple[str, ...] = ("backward",)
     if row.phase in ("forward", "recompute"):
         modules, phases, start = [row.module] if row.tensor.startswith("output") else [], PASSES, "input"
     elif row.phase == "backward":
         parameter = not row.tensor.startswith(("input", "output"))
-        modules, phases, start = [row.module] if parameter else _readers(step, row)[0], ("backward",), "output"
+        modules, start = [row.module] if parameter else _readers(step, row)[0], "output"
     elif row.phase == "reduce":
-        modules, phases, start = [row.module], ("backward",), own
+        modules, start = [row.module], own
     elif row.phase == "update":
         modules, phases, start = [row.module], ("reduce",), f"gradient of {own}"
     else:

@@ -48,7 +48,7 @@ def environment() -> Environment:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "CUDA": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        "cuDNN": torch.backends.cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -70,7 +70,10 @@ def random_states(device: torch.device) -> Iterator[tuple[str, int]]:
     yield "Python's random", _digest(f"{hash(words)} {gauss}".encode())
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
-    yield "numpy.random", _digest(state["state"]["key"].tobytes() + f"{state['state']['pos']} {state['gauss']}".encode())
+    yield (
+        "numpy.random",
+        _digest(state["state"]["key"].tobytes() + f"{state['state']['pos']} {state['gauss']}".encode()),
+    )
 
 
 def _digest(content: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Buffer:
             with torch.cuda.stream(self.stream):
                 host = torch.empty(self.used, dtype=torch.int64, pin_memory=True)
                 self.slots = host.copy_(self.slots[: self.used], non_blocking=True)
-                self.arrived = torch.cuda.Event()
+                self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.arrived.record(self.stream)
 
     def values(self) -> Values:
@@ -66,7 +67,7 @@ class Slots:
             buffer.send()
 
     def arrived(self) -> bool:
-        return all(buffer.arrived is None or buffer.arrived.query() for buffer in self.buffers)
+        return all(buffer.arrived.query() for buffer in self.buffers if buffer.arrived)  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         for buffer in self.buffers:
@@ -75,7 +76,7 @@ class Slots:
 
     def starts(self) -> list[int]:
         """The place of the first value of each buffer in `values`, and of the host's values, last."""
-        return np.cumsum([0, *(buffer.used for buffer in self.buffers)]).tolist()
+        return [0, *accumulate(buffer.used for buffer in self.buffers)]
 
     def values(self) -> Values:
         return np.concatenate([*(buffer.values() for buffer in self.buffers), np.array(self.host, np.uint64)])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
 from dash_attn.watching.files import Row, Writer, path_of
@@ -23,7 +23,7 @@ from dash_attn.watching.fingerprint import plain
 from dash_attn.watching.slots import Slots
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-Named = tuple[str, Tensor]
+Named = tuple[str, str, Tensor]  # module, name in it, tensor
 Place = tuple[int, int]
 
 
@@ -97,7 +97,7 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
-        self._record("data", "", list(tensors_of(value, name)))
+        self._record("data", named("", value, name))
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
@@ -170,25 +170,25 @@ class Watcher:
                 self._begin()
         if self._active:
             phase = "recompute" if again else "data" if outermost else "forward"
-            self._pass(phase, name, [*tensors_of(args, "input"), *tensors_of(kwargs, "input")])
+            self._pass(phase, [*named(name, args, "input"), *named(name, kwargs, "input")])
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._depth -= 1
         if self._active:
-            self._pass("recompute" if recomputes() else "forward", name, list(tensors_of(out, "output")))
+            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
 
-    def _pass(self, phase: str, module: str, named: list[Named]) -> None:
+    def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
-        self._record(phase, module, named)
-        for name, tensor in named:
+        self._record(phase, passed)
+        for module, name, tensor in passed:
             seen = self._open.seen.get(id(tensor))
             if tensor.requires_grad and seen is not None and not seen.hooked:
                 seen.hooked = True
-                tensor.register_hook(partial(self._gradient, module, name))
+                tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
-        self._record("backward", module, list(tensors_of(gradient, name)))
+        self._record("backward", named(module, gradient, name))
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -201,34 +201,31 @@ class Watcher:
         if not self._recording:
             return
         if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", "", self._state(), owned=True)
+            self._record("start", self._state())
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
             self._open.rows.append(("random", "", name, "", self._open.slots.add_host(value)))
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        named = [
-            (f"gradient of {name}", tensor)
-            for parameter in parameters_of(optimizer)
-            for name, tensor in tensors_of(parameter.grad, self._name(parameter))
-        ]
+        owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
         if environment.distributed():
             self._open.seen.clear()  # a reduction writes to gradients, and their versions do not tell
-        self._record("reduce", "", named, owned=True)
+        self._record("reduce", [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")])
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        named, scalars = list[Named](), dict[str, list[Tensor]]()
+        state, scalars = list[Named](), dict[str, list[Tensor]]()
         for parameter in parameters_of(optimizer):
+            module, name = self._owner(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     # One for each parameter, as Adam's counter of steps: together they are one tensor.
                     scalars.setdefault(f"{key} {value.dtype} {value.device}", []).append(value.detach().reshape(()))
                 else:
-                    named += tensors_of(value, f"{key} of {self._name(parameter)}")
-        stacked = [(f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
+                    state += named(module, value, f"{key} of {name}")
+        state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
         last = optimizer is self._optimizers[-1]
-        self._record("update", "", [*(self._state() if last else ()), *named, *stacked], owned=True)
+        self._record("update", [*(self._state() if last else ()), *state])
         if last:
             self.end_step()
 
@@ -236,20 +233,18 @@ class Watcher:
 
     @property
     def _recording(self) -> bool:
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        capturing = begun and torch.cuda.is_current_stream_capturing()
         return not capturing and (self._steps is None or self._open.number in self._steps)
 
-    def _record(self, phase: str, module: str, named: Sequence[Named], *, owned: bool = False) -> None:
-        """Append a row for each tensor. A tensor that this step has already read is not read again.
-
-        With `owned`, tensors are named `NAME of MODULE.NAME` and the module is taken from there.
-        """
-        if not named or not self._recording:
+    def _record(self, phase: str, tensors: Sequence[Named]) -> None:
+        """Append a row for each tensor. A tensor that this step has already read is not read again."""
+        if not tensors or not self._recording:
             return
         step, fresh = self._open, dict[torch.device, list[tuple[int, Tensor]]]()
         places: list[Place | None] = []
         with torch.no_grad():
-            for index, (_, tensor) in enumerate(named):
+            for index, (_, _, tensor) in enumerate(tensors):
                 places.append(known(step.seen, tensor))
                 if places[-1] is None:
                     fresh.setdefault(tensor.device, []).append((index, tensor))
@@ -259,10 +254,9 @@ class Watcher:
                     places[index] = place
                     if not tensor.is_inference():
                         step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, place)
-        for (name, tensor), at in zip(named, places, strict=True):
+        for (module, name, tensor), at in zip(tensors, places, strict=True):
             assert at is not None
-            owner, label = split(name) if owned else (module, name)
-            step.rows.append((phase, owner, label, self._form(tensor), at))
+            step.rows.append((phase, module, name, self._form(tensor), at))
 
     def _form(self, tensor: Tensor) -> str:
         key = tensor.dtype, tensor.shape
@@ -270,12 +264,17 @@ class Watcher:
             self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return self._forms[key]
 
-    def _name(self, parameter: Tensor) -> str:
-        return ".".join(filter(None, self._owners.get(id(parameter), ("", "a parameter outside the model"))))
+    def _owner(self, parameter: Tensor) -> tuple[str, str]:
+        """The module of a parameter and its name in the module."""
+        return self._owners.get(id(parameter), ("", "a parameter outside the model"))
 
     def _state(self) -> list[Named]:
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        return [pair for name, tensor in named for pair in tensors_of(tensor.detach(), clean(name))]
+        """The parameters and buffers of the model."""
+        split = [
+            (*clean(path).rpartition(".")[::2], tensor.detach())
+            for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers())
+        ]
+        return [each for module, name, tensor in split for each in named(module, tensor, name)]
 
     def _write(self, step: _Open) -> None:
         if not self._wrote:
@@ -287,13 +286,18 @@ class Watcher:
 # ---- tensors and names -------------------------------------------------------------------------------------
 
 
-def tensors_of(value: Any, name: str) -> Iterator[Named]:
+def named(module: str, value: Any, name: str) -> list[Named]:
+    return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
+
+
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
     if isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            parts = value.__tensor_flatten__()[0]
-            for part in parts:
-                yield from tensors_of(getattr(value, part), name if len(parts) == 1 else f"{name}.{part}")
+        if is_wrapper(value):
+            parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+            tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
+            for part, inner in tensors.items():
+                yield from tensors_of(inner, name if len(tensors) == 1 else f"{name}.{part}")
         elif value.layout is torch.strided and value.device.type != "meta":
             yield name, value
     elif isinstance(value, Mapping):
@@ -302,6 +306,10 @@ def tensors_of(value: Any, name: str) -> Iterator[Named]:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name)
+
+
+def is_wrapper(value: Tensor) -> bool:
+    return _python_dispatch.is_traceable_wrapper_subclass(value)
 
 
 def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
@@ -313,7 +321,7 @@ def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
 
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
 
 
@@ -335,13 +343,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def clean(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
-def split(name: str) -> tuple[str, str]:
-    """`exp_avg of blocks.0.mlp.weight` as the module `blocks.0.mlp` and `exp_avg of weight`."""
-    what, of, path = name.rpartition(" of ")
-    module, _, own = path.rpartition(".")
-    return module, f"{what}{of}{own}"
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -125,9 +125,7 @@ def test_code_between_modules_in_the_forward(tmp_path: Path) -> None:
 
     found, _ = difference(*(trained(tmp_path / str(f), change=change(f)) for f in (1.0, 1.5)))
     assert (found.direction, found.row.module, found.tensor) == ("forward", "blocks.0.attn.proj", "input")
-    assert found.operation == (
-        "the forward of blocks.0.attn, in its own code, after the output of blocks.0.attn.qkv"
-    )
+    assert found.operation == ("the forward of blocks.0.attn, in its own code, after the output of blocks.0.attn.qkv")
 
 
 def test_the_loss(tmp_path: Path) -> None:

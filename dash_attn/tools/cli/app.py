@@ -30,9 +30,7 @@ class FileProblem(Exception):
     """A file that cannot be read or does not hold what it should: exit status 1."""
 
 
-def command(
-    name: str, *, settings: dict[str, Any] | None = None, **defaults: object
-) -> Callable[[Command], Command]:
+def command(name: str, *, settings: dict[str, Any] | None = None, **defaults: object) -> Callable[[Command], Command]:
     """Add a command. A parameter whose type is a dataclass stands for one option a field, so that commands share the
     definition of their options. `defaults` replaces the default of an option for this command. `settings` are those of
     typer's context."""

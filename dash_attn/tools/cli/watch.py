@@ -64,7 +64,7 @@ class Scripted:
             original(optimizer, *args, **kwargs)
             self._made(optimizer)
 
-        Optimizer.__init__ = init  # type: ignore[method-assign]
+        Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -161,14 +161,14 @@ def compared(a: Path, b: Path) -> Answer:
         if not path.exists():
             raise ValueError(f"no such file or folder: {path}")
     try:
-        runs = [load_run(path) for path in (a, b)]
-        difference = first_difference(*runs)
-        if not all(common_steps(*pair) for pair in zip(*runs, strict=True)):
+        one, two = load_run(a), load_run(b)
+        difference = first_difference(one, two)
+        if not all(common_steps(*pair) for pair in zip(one, two, strict=True)):
             raise ValueError(f"{a} and {b} have no step in common")
     except ValueError as error:
         raise FileProblem(str(error)) from error
-    reasons = [] if difference is None else causes(difference, runs[0][0].environment, runs[1][0].environment)
-    return Answer(*runs, difference, reasons)
+    reasons = [] if difference is None else causes(difference, one[0].environment, two[0].environment)
+    return Answer(one, two, difference, reasons)
 
 
 def tell(answer: Answer) -> None:

@@ -77,7 +77,9 @@ def picture(a: Record, b: Record, first: Difference | None, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(PANELS), sharey=True)
     for index, (name, axis) in enumerate(zip(PANELS, axes, strict=True)):
-        axis.pcolormesh(drawn.cells[index], cmap=ListedColormap([PAPER, BUBBLE, STALL]), vmin=0, vmax=2, edgecolors=PAPER)
+        axis.pcolormesh(
+            drawn.cells[index], cmap=ListedColormap([PAPER, BUBBLE, STALL]), vmin=0, vmax=2, edgecolors=PAPER
+        )
         axis.set_title(name, fontsize=10, color=INK)
         axis.set_xlabel("step", fontsize=9, color=MUTED)
         shown = range(0, len(drawn.steps), max(1, len(drawn.steps) // 8))
@@ -104,6 +106,10 @@ def title(first: Difference | None) -> str:
 def mark(drawn: Map, first: Difference, axes: Sequence[object]) -> None:
     """A frame around the cell of the first difference."""
     index = next(i for i, phases in enumerate(PANELS.values()) if first.row.phase in phases)
-    line = next((i for d in range(12, -1, -1) for i, each in enumerate(drawn.lines) if each == line_of(first.row, d)), 0)
-    box = Rectangle((drawn.steps.index(first.step), line), 1, 1, fill=False, edgecolor=INK, linewidth=1.8, clip_on=False)
+    line = next(
+        (i for d in range(12, -1, -1) for i, each in enumerate(drawn.lines) if each == line_of(first.row, d)), 0
+    )
+    box = Rectangle(
+        (drawn.steps.index(first.step), line), 1, 1, fill=False, edgecolor=INK, linewidth=1.8, clip_on=False
+    )
     axes[index].add_patch(box)  # type: ignore[attr-defined]
