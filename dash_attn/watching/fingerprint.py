@@ -22,7 +22,6 @@ CHUNK = {"cpu": 1 << 16}
 LARGE_CHUNK = 1 << 22
 
 
-@torch.no_grad()
 def fingerprint(tensor: Tensor) -> int:
     """The fingerprint of one tensor. Waits for the device."""
     slots = torch.zeros(1, dtype=torch.int64, device=tensor.device)
@@ -34,7 +33,7 @@ def plain(tensor: Tensor) -> Tensor:
     """The elements in the order of their indices, one after the other, without a lazy sign or conjugation."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def add(tensors: Sequence[Tensor], slots: Tensor, first: int) -> None:
@@ -45,7 +44,7 @@ def add(tensors: Sequence[Tensor], slots: Tensor, first: int) -> None:
         kernel.add(tensors, slots, first)
         return
     for place, tensor in enumerate(tensors, first):
-        for part in _words(tensor):
+        for part in _words(tensor.detach()):
             slots[place : place + 1] += _sum(*part)
 
 

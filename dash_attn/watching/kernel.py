@@ -63,7 +63,7 @@ def _many(tensors, blocks, slots, first, BLOCK: tl.constexpr):  # type: ignore[n
 def add(tensors: Sequence[Tensor], slots: Tensor, first: int) -> None:
     """Add the fingerprints of plain tensors on the device of `slots` to it, from place `first` on."""
     # Words are read as words, so each must stand at a multiple of 8 bytes.
-    tensors = [tensor if tensor.data_ptr() % 16 == 0 else tensor.clone() for tensor in tensors]
+    tensors = [tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone() for tensor in tensors]
     with torch.cuda.device(slots.device):
         listed = tuple((tensor.data_ptr(), tensor.numel() * tensor.element_size()) for tensor in tensors)
         if len(listed) <= FEW:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from dash_attn.watching.files import Row, Writer, path_of
 from dash_attn.watching.fingerprint import plain
 from dash_attn.watching.slots import Slots
 
+PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 Named = tuple[str, str, Tensor]  # module, name in it, tensor
 Place = tuple[int, int]
@@ -241,22 +243,22 @@ class Watcher:
         """Append a row for each tensor. A tensor that this step has already read is not read again."""
         if not tensors or not self._recording:
             return
-        step, fresh = self._open, dict[torch.device, list[tuple[int, Tensor]]]()
-        places: list[Place | None] = []
-        with torch.no_grad():
-            for index, (_, _, tensor) in enumerate(tensors):
-                places.append(known(step.seen, tensor))
-                if places[-1] is None:
-                    fresh.setdefault(tensor.device, []).append((index, tensor))
-            for group in fresh.values():
-                added = step.slots.add([plain(tensor) for _, tensor in group])
-                for (index, tensor), place in zip(group, added, strict=True):
-                    places[index] = place
-                    if not tensor.is_inference():
-                        step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, place)
-        for (module, name, tensor), at in zip(tensors, places, strict=True):
-            assert at is not None
-            step.rows.append((phase, module, name, self._form(tensor), at))
+        step, places = self._open, dict[int, Place]()
+        fresh: dict[torch.device, list[Tensor]] = {}
+        for _, _, tensor in tensors:
+            place = known(step.seen, tensor)
+            if place is not None:
+                places[id(tensor)] = place
+            else:
+                fresh.setdefault(tensor.device, []).append(tensor)
+        for group in fresh.values():
+            places.update(zip(map(id, group), step.slots.add([plain(tensor) for tensor in group]), strict=True))
+        for module, name, tensor in tensors:
+            step.rows.append((phase, module, name, self._form(tensor), places[id(tensor)]))
+        if phase in PASSING:
+            for tensor in chain.from_iterable(fresh.values()):
+                if not tensor.is_inference():
+                    step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
 
     def _form(self, tensor: Tensor) -> str:
         key = tensor.dtype, tensor.shape
@@ -293,7 +295,7 @@ def named(module: str, value: Any, name: str) -> list[Named]:
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
     if isinstance(value, Tensor):
-        if is_wrapper(value):
+        if type(value) not in (Tensor, nn.Parameter) and is_wrapper(value):
             parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
             tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
             for part, inner in tensors.items():
