@@ -103,6 +103,8 @@ class Watcher:
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
+        if captures():
+            return
         done, self._continued = self._open, self._recording
         if done.rows:
             done.slots.send()
@@ -167,7 +169,7 @@ class Watcher:
         outermost = self._depth == 0 and not again
         self._depth += 1
         if outermost:
-            self._active = torch.is_grad_enabled()  # evaluation is no part of a step
+            self._active = torch.is_grad_enabled() and not captures()  # evaluation is no part of a step
             if self._active:
                 self._begin()
         if self._active:
@@ -235,9 +237,7 @@ class Watcher:
 
     @property
     def _recording(self) -> bool:
-        begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        capturing = begun and torch.cuda.is_current_stream_capturing()
-        return not capturing and (self._steps is None or self._open.number in self._steps)
+        return (self._steps is None or self._open.number in self._steps) and not captures()
 
     def _record(self, phase: str, tensors: Sequence[Named]) -> None:
         """Append a row for each tensor. A tensor that this step has already read is not read again."""
@@ -325,6 +325,12 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def captures() -> bool:
+    """Is a CUDA graph being captured? Its kernels run later, and again: they must not write to buffers of this step."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
 
 
 def recomputes() -> bool:
