@@ -40,6 +40,10 @@ class Question:
     def is_on_gpu(self) -> bool:
         return self.a.get("CUDA") is not None and self.a.get("cuDNN") is not None
 
+    def may_be_attention(self) -> bool:
+        """Is the operation in the own code of a module, or in a module called after attention?"""
+        return "own code" in self.difference.operation or "att" in self.difference.row.module.lower()
+
     @staticmethod
     def _fact(env: Environment, name: str) -> Any:
         return env[name] if name in env else env.get("variables", {}).get(name)
@@ -106,7 +110,7 @@ def operations(question: Question) -> Iterator[Cause]:
         yield Cause("atomic additions", f"deterministic algorithms {state} (index_add, scatter_add, ...)", advice)
     if question.both("FLASH_ATTENTION_DETERMINISTIC")[0] == "0":
         yield Cause("attention in any order", "FLASH_ATTENTION_DETERMINISTIC=0", "unset it")
-    elif question.difference.topic == "backward":
+    elif question.difference.topic == "backward" and question.may_be_attention():
         advice = "deterministic=True, or dash_attn.attention, which keeps the order by default"
         yield Cause("attention in any order", "most libraries add dQ as it comes, by default", advice)
     if question.is_on_gpu() and question.both("CUBLAS_WORKSPACE_CONFIG")[0] not in (":4096:8", ":16:8"):

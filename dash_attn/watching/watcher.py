@@ -280,7 +280,9 @@ class Watcher:
 
     def _write(self, step: _Open) -> None:
         if not self._wrote:
-            self._writer.environment(environment.environment())  # as it is after a step, not before the first
+            # As it is after a step, not before the first: scripts set flags late.
+            modules = {clean(path): type(module).__name__ for path, module in self._model.named_modules()}
+            self._writer.environment({**environment.environment(), "modules": modules})
             self._wrote = True
         self._writer.step(step.number, step.layout(), step.slots.values())
 

@@ -120,7 +120,7 @@ def test_runs_in_order_are_equal_on_any_stream(tmp_path: Path) -> None:
 
 
 def test_nothing_waits_for_the_gpu(tmp_path: Path) -> None:
-    """Neither by an operation of torch that waits, nor at the end of a step: the GPU still works when the host is done."""
+    """No operation waits, and neither does the end of a step: the GPU still works when the host is done."""
     model = GPT().cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     tokens = torch.randint(19, (4, 17), device="cuda")

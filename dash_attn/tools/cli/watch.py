@@ -35,7 +35,7 @@ def watch_command(
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
-    scripted = Scripted(to)
+    scripted, before = Scripted(to), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
         with scripted:
@@ -43,6 +43,8 @@ def watch_command(
     except Exception:
         traceback.print_exc()  # of the script: the user's error, not one of this command
         raise typer.Exit(1) from None
+    finally:
+        sys.argv, sys.path[0] = before
     if scripted.watcher is None:
         raise ValueError(f"{script} made no optimizer for a model: nothing was recorded")
     typer.echo(f"recorded in {to}", err=True)
@@ -178,15 +180,18 @@ def tell(answer: Answer) -> None:
     beyond = ", which both runs have" if any(unequal) else ""
     if found is None:
         rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
-        typer.echo(f"no difference in {answer.steps} steps{beyond} ({rows} fingerprints in the first run)")
+        typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
         return
     rank = f" of rank {found.rank}" if len(answer.a) > 1 else ""
-    where = f" of {found.row.module}" if found.row.module else ""
-    before = f"All {found.steps_equal} recorded steps before it are equal." if found.steps_equal else "It is the first."
+    kind = answer.a[0].environment.get("modules", {}).get(found.row.module)
+    where = f" of {found.row.module}{f' ({kind})' if kind else ''}" if found.row.module else ""
+    before = "It is the first step of the records."
+    if found.steps_equal:
+        before = f"{counted(found.steps_equal)} before it {'is' if found.steps_equal == 1 else 'are'} equal."
     lines = [
         f"The runs part in step {found.step}{rank}. {before}",
         "",
-        f"  first difference  {found.tensor}{where} ({found.row.form or 'state'})",
+        f"  first difference  {found.tensor}{where}: {found.row.form}",
         f"  direction         {found.direction}",
         f"  made by           {found.operation}",
     ]
@@ -200,6 +205,10 @@ def tell(answer: Answer) -> None:
         lines.append(f"  {'!' if cause.seen else '-'} {cause.name}: {cause.evidence}")
         lines.append(f"      {cause.advice}")
     typer.echo(os.linesep.join(lines))
+
+
+def counted(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'}"
 
 
 def draw(answer: Answer, path: Path) -> None:

@@ -93,7 +93,7 @@ def picture(a: Record, b: Record, first: Difference | None, path: Path) -> None:
         mark(drawn, first, axes)
     patches = [Patch(color=BUBBLE, label="equal"), Patch(color=STALL, label="parted")]
     figure.legend(handles=patches, loc="upper right", ncols=2, frameon=False, fontsize=9)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.25 / height))
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.05 / height))
     figure.savefig(path, dpi=150)
 
 
