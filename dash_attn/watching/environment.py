@@ -55,7 +55,7 @@ def environment() -> Environment:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "compiled": _compiled(),
+        "compiled": compiled(),
         "max_autotune": bool(getattr(inductor, "max_autotune", False)),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
@@ -84,7 +84,7 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _compiled() -> bool:
+def compiled() -> bool:
     """Has torch.compile compiled a frame in this process?"""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return bool(dynamo and dynamo.counters["frames"].get("ok", 0))

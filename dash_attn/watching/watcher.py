@@ -35,17 +35,23 @@ def watch(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     to: str | PathLike[str],
     steps: Container[int] | None = None,
+    depth: int | None = None,
 ) -> Watcher:
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
     Call it once, after the model is wrapped (DDP, `fully_shard`) and the optimizer is made, before the first step.
     A step ends with the step of the optimizer; of several optimizers, with the last one's. Without an optimizer a
     step ends when the next forward starts after a backward. `steps` names the steps to record: all without it, or
-    for example `range(0, 10**9, 100)`. Every process of a distributed run writes a file of its own. The record is
-    complete after `close()`, which also runs when the process ends.
+    for example `range(0, 10**9, 100)`. With `depth=2` the inputs and outputs of modules as deep as `blocks.0` are
+    recorded, and not those inside. Parameters and their gradients are always recorded. Every process of a
+    distributed run writes a file of its own. The record is complete after `close()`, which also runs when the
+    process ends.
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    return Watcher(unwrapped(model), given, Writer(path_of(Path(to), environment.rank())), steps)
+    watcher = Watcher(unwrapped(model), Writer(path_of(Path(to), environment.rank())), steps, depth)
+    for each in given:
+        watcher.add_optimizer(each)
+    return watcher
 
 
 @dataclass
@@ -79,9 +85,7 @@ class _Open:
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], writer: Writer, steps: Container[int] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, writer: Writer, steps: Container[int] | None, depth: int | None) -> None:
         self._model, self._writer, self._steps = model, writer, steps
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
@@ -89,10 +93,9 @@ class Watcher:
         self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
         self._open = _Open(0)
         self._active = self._continued = self._had_backward = self._wrote = False
-        self._depth = 0
-        self._hook_modules()
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
+        self._inside = 0
+        self._hook_modules(depth)
+        compile_again()
         atexit.register(self.close)
 
     # ---- what scripts call ---------------------------------------------------------------------------------
@@ -122,6 +125,7 @@ class Watcher:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        compile_again()
         self.end_step()
         for step in self._pending:
             step.slots.wait()
@@ -150,14 +154,15 @@ class Watcher:
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 
-    def _hook_modules(self) -> None:
+    def _hook_modules(self, depth: int | None) -> None:
         self._owners: dict[int, tuple[str, str]] = {}
         for path, module in self._model.named_modules():
             name = clean(path)
-            before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            # Also called after an exception, so that the depth stays right.
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            if depth is None or len(name.split(".")) <= depth or not name:
+                before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                # Also called after an exception, so that the count of calls inside each other stays right.
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
                 if parameter.requires_grad:
@@ -166,8 +171,8 @@ class Watcher:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
-        outermost = self._depth == 0 and not again
-        self._depth += 1
+        outermost = self._inside == 0 and not again
+        self._inside += 1
         if outermost:
             self._active = torch.is_grad_enabled() and not captures()  # evaluation is no part of a step
             if self._active:
@@ -177,7 +182,7 @@ class Watcher:
             self._pass(phase, [*named(name, args, "input"), *named(name, kwargs, "input")])
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        self._depth -= 1
+        self._inside -= 1
         if self._active:
             self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
 
@@ -327,6 +332,12 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
     return disabled
+
+
+def compile_again() -> None:
+    """What torch.compile has compiled does not know of hooks that come or go."""
+    if environment.compiled():
+        torch.compiler.reset()
 
 
 def captures() -> bool:

@@ -163,11 +163,11 @@ def test_a_graph_that_is_captured_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_overhead() -> None:
-    """A step of a small GPT takes less than 5 % longer."""
+    """A step of a small GPT takes less than 5 % longer if its blocks are watched, with all gradients and weights."""
     spec = importlib.util.spec_from_file_location("watch_overhead", BENCHMARK)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for the names of their fields' types
     spec.loader.exec_module(module)
-    row = module.measure(module.Size(), rounds=5)
+    row = module.measure(module.Size(), depth=2, rounds=5)
     assert row["overhead"] < 0.05, row

@@ -146,6 +146,15 @@ def test_some_steps_only(tmp_path: Path) -> None:
     assert value(some.steps[3], "forward", "head:output") == value(all_steps.steps[3], "forward", "head:output")
 
 
+def test_modules_of_some_depth_only(tmp_path: Path) -> None:
+    whole, coarse = trained(tmp_path / "a", 1), trained(tmp_path / "b", 1, depth=2)
+    modules = {row.module for row in coarse.steps[0].rows if row.phase == "forward"}
+    assert modules == {"", "token", "blocks.0", "blocks.1", "norm", "head"}
+    assert names(coarse.steps[0], "update") == names(whole.steps[0], "update")
+    assert "blocks.0.attn.qkv:weight" in names(coarse.steps[0], "backward")
+    assert value(coarse.steps[0], "forward", "blocks.1:output") == value(whole.steps[0], "forward", "blocks.1:output")
+
+
 def test_two_optimizers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     both = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
@@ -243,7 +252,20 @@ def test_compiled(tmp_path: Path) -> None:
     assert same(compiled, again)
     keys = [{row[:3] for row in record.steps[1].rows} for record in (eager, compiled)]
     assert keys[0] == keys[1]
-    assert compiled.environment["compiled"] and not eager.environment["compiled"]
+    assert compiled.environment["compiled"]
+
+
+def test_compiled_before_it_is_watched(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        compiled(x).sum().backward()
+    with dash_attn.watch(compiled, to=tmp_path):
+        compiled(x).sum().backward()
+    assert torch.equal(compiled(x), model(x))
+    step = load_run(tmp_path)[0].steps[0]
+    assert names(step, "forward") == ["0:input", "0:output", "1:input", "1:output", ":output"]
 
 
 def test_random_states() -> None:

@@ -31,11 +31,13 @@ def watch_command(
     script: Annotated[Path, Argument(help="a training script")],
     arguments: Annotated[list[str] | None, Argument(help="arguments of the script")] = None,
     to: Annotated[Path, Option("--to", help="folder of the record")] = Path("watched"),
+    steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : is all")] = ":",
+    depth: Annotated[int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0")] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
-    scripted, before = Scripted(to), (sys.argv, sys.path[0])
+    scripted, before = Scripted(to, steps_of(steps), depth), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
         with scripted:
@@ -50,11 +52,19 @@ def watch_command(
     typer.echo(f"recorded in {to}", err=True)
 
 
+def steps_of(text: str) -> range:
+    try:
+        first, end, every = ([int(part) if part else None for part in text.split(":")] + [None])[:3]
+        return range(first or 0, 2**32 if end is None else end, every or 1)
+    except ValueError:
+        raise ValueError(f"--steps {text!r}: not FIRST:END or FIRST:END:EVERY") from None
+
+
 class Scripted:
     """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer."""
 
-    def __init__(self, to: Path) -> None:
-        self.to = to
+    def __init__(self, to: Path, steps: range, depth: int | None) -> None:
+        self.to, self.steps, self.depth = to, steps, depth
         self.watcher: Watcher | None = None
 
     def __enter__(self) -> Scripted:
@@ -84,7 +94,7 @@ class Scripted:
         elif self.watcher is not None:
             typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
         elif (model := owner(optimizer)) is not None:
-            self.watcher = watch(model, optimizer=optimizer, to=self.to)
+            self.watcher = watch(model, optimizer=optimizer, to=self.to, steps=self.steps, depth=self.depth)
 
 
 def owner(optimizer: Optimizer) -> nn.Module | None:

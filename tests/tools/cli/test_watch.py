@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dash_attn.tools.cli.main import main
-
-ROOT = Path(__file__).resolve().parents[3]
+from dash_attn.watching.files import load_run
 
 SCRIPT = """
 import argparse
@@ -36,28 +36,51 @@ print("done", __name__)
 """
 
 
+@dataclass(frozen=True)
+class Done:
+    code: Any
+    out: str
+    err: str
+
+
+def watched(script: Path, *arguments: str, to: str) -> Done:
+    """Run `dash-attn watch` in this process, with a record beside the script."""
+    out, err = io.StringIO(), io.StringIO()
+    given = ["--to", str(script.with_name(to)), *arguments]
+    at = given.index("--") if "--" in given else len(given)
+    given[at : at + 1] = [str(script)]
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop:
+        main(["watch", *given])
+    return Done(stop.value.code, out.getvalue(), err.getvalue())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of three runs of one script: a and b are equal, c has another batch in step 2."""
-    path = tmp_path_factory.mktemp("watch")
-    (path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    script = tmp_path_factory.mktemp("watch") / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
     for name, factor in (("a", "1"), ("b", "1"), ("c", "1.5")):
-        done = watched(path, "--to", name, "train.py", "--factor", factor)
-        assert (done.returncode, done.stdout) == (0, "done __main__\n"), done.stderr
-        assert done.stderr == f"recorded in {name}\n"
-    return path
-
-
-def watched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dash_attn", "watch", *arguments]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        before = sys.argv, sys.path[0]
+        done = watched(script, "--", "--factor", factor, to=name)
+        assert (done.code, done.out) == (0, "done __main__\n"), done.err
+        assert done.err.startswith("recorded in ") and (sys.argv, sys.path[0]) == before
+    return script.parent
 
 
 def diff(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, str, str]:
     with pytest.raises(SystemExit) as stop:
         main(["diff", *map(str, arguments)])
     return (stop.value.code, *capsys.readouterr())
+
+
+def test_some_steps_and_modules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "0", to="some").code == 0
+    (record,) = load_run(folder / "some")
+    assert sorted(record.steps) == [1, 3]
+    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {""}
+    code, out, _ = diff(capsys, folder / "a", folder / "some", "--json")
+    assert (code, json.loads(out)["topic"]) == (1, "structure")
+    assert watched(folder / "train.py", "--steps", "x", to="none").code == 2
 
 
 def test_equal_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,13 +123,22 @@ def test_what_cannot_be_compared(folder: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_an_error_of_the_script_is_shown_with_its_record(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(f"{SCRIPT}\nraise ValueError('of the script')", encoding="utf-8")
-    done = watched(tmp_path, "--to", "r", "fails.py")
-    assert done.returncode == 1 and "Traceback" in done.stderr and "ValueError: of the script" in done.stderr
-    assert (tmp_path / "r" / "rank0.watch").stat().st_size > 100
+    script = tmp_path / "fails.py"
+    script.write_text(f"{SCRIPT}\nraise ValueError('of the script')", encoding="utf-8")
+    done = watched(script, to="r")
+    assert done.code == 1 and "Traceback" in done.err and "ValueError: of the script" in done.err
+    assert len(load_run(tmp_path / "r")[0].steps) == 4
+
+
+def test_a_script_that_exits(tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text(f"{SCRIPT}\nraise SystemExit(3)", encoding="utf-8")
+    assert watched(script, to="r").code == 3
+    assert len(load_run(tmp_path / "r")[0].steps) == 4
 
 
 def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
-    (tmp_path / "none.py").write_text("print(1)", encoding="utf-8")
-    done = watched(tmp_path, "none.py")
-    assert done.returncode == 2 and "made no optimizer" in done.stderr and done.stderr.count("\n") == 1
+    script = tmp_path / "none.py"
+    script.write_text("print(1)", encoding="utf-8")
+    done = watched(script, to="r")
+    assert done.code == 2 and "made no optimizer" in done.err and done.err.count("\n") == 1
