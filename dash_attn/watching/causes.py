@@ -73,10 +73,10 @@ def beginning(question: Question) -> Iterator[Cause]:
 def data(question: Question) -> Iterator[Cause]:
     if question.difference.topic != "data":
         return
-    row, other = question.difference.row, question.difference.other_form
-    if row.form != other:
+    form, other = question.difference.form, question.difference.other_form
+    if form != other:
         advice = "pad and pack alike: another shape may give other bits in every operation"
-        yield Cause("padding or packing", f"{row.form} in one run, {other} in the other", advice, seen=True)
+        yield Cause("padding or packing", f"{form} in one run, {other} in the other", advice, seen=True)
     advice = "give the sampler its own seeded generator; after a restart continue where it stopped"
     yield Cause("the order of samples", "the batches differ, and nothing before them does", advice)
     advice = "give the DataLoader generator= and worker_init_fn=, and the same number of workers"

@@ -24,7 +24,8 @@ class Difference:
     rank: int
     step: int
     row: Row
-    other_form: str  # dtype and shape in the second run; empty if the second run has no such tensor
+    form: str  # dtype and shape
+    other_form: str  # in the other run; empty if that run has no such tensor
     topic: str
     operation: str
     inputs: tuple[str, ...]
@@ -73,14 +74,14 @@ def states(a: Step, b: Step) -> State:
 
 
 def _states(a: Step, b: Step) -> State:
-    if a.rows == b.rows:
+    if a.rows == b.rows and a.forms == b.forms:
         places = [row.place for row in a.rows]
         return np.asarray(a.values[places] != b.values[places], np.int8)
     others = {key: row for key, row in zip(keys(b), b.rows, strict=True)}
     state = np.full(len(a.rows), MISSING, np.int8)
     for index, (key, row) in enumerate(zip(keys(a), a.rows, strict=True)):
         if (other := others.get(key)) is not None:
-            same = row.form == other.form and a.values[row.place] == b.values[other.place]
+            same = a.form(row) == b.form(other) and a.values[row.place] == b.values[other.place]
             state[index] = EQUAL if same else DIFFERS
     return state
 
@@ -140,10 +141,11 @@ def _difference(rank: int, one: Step, two: Step, index: int, steps_equal: int) -
     other = next((other for name, other in zip(keys(two), two.rows, strict=True) if name == key), None)
     if other is None:
         topic, operation = "structure", "the runs do not call the same modules: only one of them has this tensor"
-        return Difference(rank, one.number, row, "", topic, operation, (), steps_equal)
+        return Difference(rank, one.number, row, one.form(row), "", topic, operation, (), steps_equal)
     topic, operation = _operation(one, index)
     inputs = tuple(dict.fromkeys(_inputs(one, index)))
-    return Difference(rank, one.number, row, other.form, topic, operation, inputs, steps_equal)
+    forms = one.form(row), two.form(other)
+    return Difference(rank, one.number, row, *forms, topic, operation, inputs, steps_equal)
 
 
 def _operation(step: Step, index: int) -> tuple[str, str]:

@@ -4,10 +4,11 @@ A file is a signature and frames. A frame has a kind, a size and a checksum, the
 
     E   the environment of the run, as JSON
     L   a layout, as compressed JSON: the rows of a step, each `[phase, module, tensor, form, place]`
-    S   a step: its number, the number of its layout, and 64-bit values; `place` of a row is a place in these values
+    S   a step: its number, the number of its layout, its forms as JSON (dtypes and shapes), and 64-bit values
 
-Most steps have the layout of the step before, so a step costs 8 bytes for each tensor. Steps are appended, and a run
-that was killed leaves a file whose last frame may be cut off.
+`form` and `place` of a row are places in the forms and the values of a step. Most steps have the layout of the step
+before, also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are
+appended, and a run that was killed leaves a file whose last frame may be cut off.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy.typing as npt
 
 SIGNATURE = b"dash_attn watch 1\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
-STEP = struct.Struct("<II")  # number, layout
+STEP = struct.Struct("<III")  # number, layout, bytes of the forms
+MOST_KEPT = 256  # layouts that a writer knows again
 MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
 MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
@@ -35,12 +37,12 @@ Environment = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """One tensor of a step. `form` is its dtype and shape."""
+    """One tensor of a step. Its form (dtype and shape) and its value stand in the step, at these places."""
 
     phase: str
     module: str
     tensor: str
-    form: str
+    form: int
     place: int
 
 
@@ -49,11 +51,15 @@ Layout = tuple[Row, ...]
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Rows of a step, in the order in which they were seen, and the values that they point to."""
+    """Rows of a step, in the order in which they were seen, and the forms and values that they point to."""
 
     number: int
     rows: Layout
+    forms: tuple[str, ...]
     values: Values
+
+    def form(self, row: Row) -> str:
+        return self.forms[row.form]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +80,21 @@ class Writer:
         self._file: BinaryIO = path.open("wb", buffering=0)
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
+        self._written = 0
 
     def environment(self, facts: Environment) -> None:
         self._frame(b"E", json.dumps(facts).encode())
 
-    def step(self, number: int, rows: Layout, values: Values) -> None:
-        if rows not in self._layouts:
-            self._layouts[rows] = len(self._layouts)
-            self._frame(b"L", zlib.compress(json.dumps(rows).encode()))
-        self._frame(b"S", STEP.pack(number, self._layouts[rows]) + values.astype("<u8").tobytes())
+    def step(self, step: Step) -> None:
+        if step.rows not in self._layouts:
+            if len(self._layouts) == MOST_KEPT:
+                self._layouts.clear()
+            self._layouts[step.rows] = self._written
+            self._written += 1
+            self._frame(b"L", zlib.compress(json.dumps(step.rows).encode()))
+        forms = json.dumps(step.forms).encode()
+        head = STEP.pack(step.number, self._layouts[step.rows], len(forms))
+        self._frame(b"S", head + forms + step.values.astype("<u8").tobytes())
 
     def close(self) -> None:
         self._file.close()
@@ -127,11 +139,8 @@ def _record(path: Path) -> Record:
             elif kind == b"L":
                 layouts.append(_layout(content))
             elif kind == b"S":
-                number, layout = STEP.unpack_from(content)
-                values = np.frombuffer(content, "<u8", offset=STEP.size)
-                if max((row.place for row in layouts[layout]), default=-1) >= len(values):
-                    raise ValueError(f"step {number} has too few values")
-                steps[number] = Step(number, layouts[layout], values)
+                step = _step(content, layouts)
+                steps[step.number] = step
             else:
                 raise ValueError(f"a frame of the unknown kind {kind!r}")
     return Record(int(environment.get("rank", 0)), environment, steps, not frames.cut)
@@ -161,6 +170,18 @@ class _Frames:
             yield kind, content
 
 
+def _step(content: bytes, layouts: list[Layout]) -> Step:
+    number, layout, size = STEP.unpack_from(content)
+    forms = json.loads(content[STEP.size : STEP.size + size])
+    values = np.frombuffer(content, "<u8", offset=STEP.size + size)
+    if not isinstance(forms, list) or not all(isinstance(form, str) for form in forms):
+        raise ValueError(f"the forms of step {number} are no texts")
+    for row in layouts[layout]:
+        if row.place >= len(values) or row.form >= len(forms):
+            raise ValueError(f"step {number} has too few values or forms")
+    return Step(number, layouts[layout], tuple(forms), values)
+
+
 def _layout(content: bytes) -> Layout:
     text = zlib.decompressobj().decompress(content, MOST_LAYOUT)
     if len(text) == MOST_LAYOUT:
@@ -173,6 +194,7 @@ def _layout(content: bytes) -> Layout:
 
 def _row(row: Any) -> Row:
     phase, module, tensor, form, place = row
-    if not all(isinstance(text, str) for text in (phase, module, tensor, form)) or type(place) is not int or place < 0:
+    texts, numbers = (phase, module, tensor), (form, place)
+    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
         raise ValueError("a row of a layout is damaged")
     return Row(phase, module, tensor, form, place)

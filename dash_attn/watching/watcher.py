@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Row, Writer, path_of
+from dash_attn.watching.files import Row, Step, Writer, path_of
 from dash_attn.watching.fingerprint import plain
 from dash_attn.watching.slots import Slots
 
@@ -74,12 +74,14 @@ class _Open:
     seen: dict[int, _Seen] = field(default_factory=dict)
     began: bool = False
 
-    def layout(self) -> tuple[Row, ...]:
-        starts = self.slots.starts()
-        return tuple(
-            Row(phase, module, tensor, form, starts[buffer] + place)
+    def step(self) -> Step:
+        """The step as it is written. Its fingerprints have arrived."""
+        starts, forms = self.slots.starts(), dict[str, int]()
+        rows = tuple(
+            Row(phase, module, tensor, forms.setdefault(form, len(forms)), starts[buffer] + place)
             for phase, module, tensor, form, (buffer, place) in self.rows
         )
+        return Step(self.number, rows, tuple(forms), self.slots.values())
 
 
 class Watcher:
@@ -289,7 +291,7 @@ class Watcher:
             modules = {clean(path): type(module).__name__ for path, module in self._model.named_modules()}
             self._writer.environment({**environment.environment(), "modules": modules})
             self._wrote = True
-        self._writer.step(step.number, step.layout(), step.slots.values())
+        self._writer.step(step.step())
 
 
 # ---- tensors and names -------------------------------------------------------------------------------------

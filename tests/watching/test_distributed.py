@@ -65,7 +65,7 @@ def test_gradients_in_the_buckets_of_ddp(runs: dict[str, list[Record]]) -> None:
 def test_shards_of_fsdp(runs: dict[str, list[Record]]) -> None:
     """Each process records its own shard, under the names of the model without FSDP."""
     ddp, fsdp = (runs[name][0].steps[1] for name in ("ddp", "fsdp"))
-    forms = {row[:3]: row.form for row in fsdp.rows}
+    forms = {row[:3]: fsdp.form(row) for row in fsdp.rows}
     assert forms["update", "blocks.0.attn.qkv", "weight"] == "float32 [48, 32]"
     assert forms["reduce", "blocks.0.attn.qkv", "gradient of weight"] == "float32 [48, 32]"
     names = [{row[:3] for row in step.rows if row.phase in ("forward", "update")} for step in (ddp, fsdp)]

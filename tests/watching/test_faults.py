@@ -68,7 +68,7 @@ def test_another_shape_of_a_batch(tmp_path: Path) -> None:
     found, reasons = difference(
         trained(tmp_path / "a"), trained(tmp_path / "b", each=lambda step, tokens: tokens[:, : 12 + step])
     )
-    assert (found.step, found.row.form, found.other_form) == (0, "int64 [4, 16]", "int64 [4, 11]")
+    assert (found.step, found.form, found.other_form) == (0, "int64 [4, 16]", "int64 [4, 11]")
     assert reasons[0].name == "padding or packing" and reasons[0].seen
 
 

@@ -11,16 +11,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn.watching.files import FRAME, MOST_FRAME, SIGNATURE, STEP, Row, Writer, load, load_run, path_of
+from dash_attn.watching.files import (
+    FRAME,
+    MOST_FRAME,
+    MOST_KEPT,
+    SIGNATURE,
+    STEP,
+    Row,
+    Step,
+    Writer,
+    load,
+    load_run,
+    path_of,
+)
 
-ROWS = (Row("data", "", "input", "int64 [2]", 0), Row("forward", "a", "output", "float32 [2]", 1))
+ROWS = (Row("data", "", "input", 0, 0), Row("forward", "a", "output", 1, 1))
+FORMS = ("int64 [2]", "float32 [2]")
 
 
 def written(path: Path, steps: int = 3) -> Path:
     writer = Writer(path)
     writer.environment({"rank": 2, "torch": "2"})
     for number in range(steps):
-        writer.step(number, ROWS[: 1 + number % 2], np.array([number, 2**64 - 1], np.uint64))
+        writer.step(Step(number, ROWS[: 1 + number % 2], FORMS, np.array([number, 2**64 - 1], np.uint64)))
     writer.close()
     return path
 
@@ -29,17 +42,34 @@ def frame(kind: bytes, content: bytes) -> bytes:
     return FRAME.pack(kind, len(content), zlib.crc32(content)) + content
 
 
+LAYOUT = SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", 0, 0]]).encode()))
+
+
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     record = load(written(path_of(tmp_path, 2)))
     assert (record.rank, record.environment["torch"], record.complete) == (2, "2", True)
     assert [record.steps[number].rows for number in range(3)] == [ROWS[:1], ROWS, ROWS[:1]]
     assert record.steps[1].values.tolist() == [1, 2**64 - 1]
+    assert record.steps[1].form(ROWS[1]) == FORMS[1]
     assert [each.rank for each in load_run(tmp_path)] == [2]
 
 
 def test_a_layout_is_written_once(tmp_path: Path) -> None:
     sizes = [written(tmp_path / f"{steps}.watch", steps).stat().st_size for steps in (2, 3, 4)]
-    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] == FRAME.size + STEP.size + 16
+    assert sizes[2] - sizes[1] == sizes[1] - sizes[0] == FRAME.size + STEP.size + len(json.dumps(FORMS)) + 16
+
+
+def test_many_layouts_take_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.watch"
+    writer = Writer(path)
+    for number in range(2 * MOST_KEPT + 3):
+        rows = (Row("data", str(number), "input", 0, 0),)
+        for again in (0, 1):
+            writer.step(Step(2 * number + again, rows, ("f",), np.array([number], np.uint64)))
+    assert len(writer._layouts) <= MOST_KEPT
+    writer.close()
+    steps = load(path).steps
+    assert all(steps[number].rows[0].module == str(number // 2) for number in steps) and len(steps) == 4 * MOST_KEPT + 6
 
 
 def test_a_file_that_was_cut_off_keeps_its_whole_steps(tmp_path: Path) -> None:
@@ -62,17 +92,23 @@ def test_a_file_that_was_cut_off_keeps_its_whole_steps(tmp_path: Path) -> None:
         SIGNATURE + frame(b"E", b"[]"),
         SIGNATURE + frame(b"E", b"{"),
         SIGNATURE + frame(b"E", b'{"rank": "x"}'),
-        SIGNATURE + frame(b"S", STEP.pack(0, 0)),
+        SIGNATURE + frame(b"S", STEP.pack(0, 0, 0)),
         SIGNATURE + frame(b"S", b"ab"),
+        LAYOUT + frame(b"S", STEP.pack(0, 0, 2) + b"{}" + bytes(8)),
+        LAYOUT + frame(b"S", STEP.pack(0, 0, 3) + b"[1]" + bytes(8)),
+        LAYOUT + frame(b"S", STEP.pack(0, 0, 2) + b"[]" + bytes(8)),
+        LAYOUT + frame(b"S", STEP.pack(0, 0, 5) + b'["f"]'),
+        LAYOUT + frame(b"S", STEP.pack(0, 1, 5) + b'["f"]' + bytes(8)),
+        LAYOUT + frame(b"S", STEP.pack(0, 0, 9999) + b'["f"]' + bytes(8)),
         SIGNATURE + frame(b"L", b"no zlib"),
         SIGNATURE + frame(b"L", zlib.compress(b"{}")),
         SIGNATURE + frame(b"L", zlib.compress(b"[[1, 2]]")),
         SIGNATURE + frame(b"L", zlib.compress(b"[" * 100000)),
-        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", "f", -1]]).encode())),
-        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", "f", 1]]).encode())) + frame(b"S", bytes(16)),
+        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", 0, -1]]).encode())),
+        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", 0, 0, 0]]).encode())),
         SIGNATURE + FRAME.pack(b"S", MOST_FRAME + 1, 0) + bytes(64),
     ],
-    ids=range(15),
+    ids=range(21),
 )
 def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rank0.watch"

@@ -54,7 +54,7 @@ def test_fingerprints_are_those_of_the_tensors(tmp_path: Path) -> None:
         *("0:input", "0:output", "1:input", "1:output", "2:input", "2:output", ":output"),
     ]
     assert set(names(step, "backward")) >= {"0:output", "1:output", "2:output", "0:weight", "2:bias"}
-    forms = {row.form for row in step.rows if row.tensor == "output"}
+    forms = {step.form(row) for row in step.rows if row.tensor == "output"}
     assert forms == {"float32 [5, 3]", "float32 [5, 2]"}
 
 
@@ -153,6 +153,12 @@ def test_modules_of_some_depth_only(tmp_path: Path) -> None:
     assert names(coarse.steps[0], "update") == names(whole.steps[0], "update")
     assert "blocks.0.attn.qkv:weight" in names(coarse.steps[0], "backward")
     assert value(coarse.steps[0], "forward", "blocks.1:output") == value(whole.steps[0], "forward", "blocks.1:output")
+
+
+def test_another_length_has_the_same_layout(tmp_path: Path) -> None:
+    record = trained(tmp_path, each=lambda step, tokens: tokens[:, : 9 + step])
+    first, second = record.steps[1], record.steps[2]
+    assert first.rows is second.rows and first.forms != second.forms
 
 
 def test_two_optimizers(tmp_path: Path) -> None:

@@ -201,15 +201,16 @@ def tell(answer: Answer) -> None:
     lines = [
         f"The runs part in step {found.step}{rank}. {before}",
         "",
-        f"  first difference  {found.tensor}{where}: {found.row.form}",
+        f"  first difference  {found.tensor}{where}: {found.form}",
         f"  direction         {found.direction}",
         f"  made by           {found.operation}",
     ]
-    if found.other_form not in ("", found.row.form):
+    if found.other_form not in ("", found.form):
         lines.insert(3, f"  in the other run  {found.other_form}")
     if found.inputs:
         lines.append(f"  its inputs        equal: {', '.join(found.inputs)}")
-        lines.append("                    So the operation itself differs.")
+        drawn = ", or the random numbers that it draws" if found.generators else ""
+        lines.append(f"                    So the operation itself differs{drawn}.")
     lines += ["", "Usual causes (! if the records show it):"]
     for cause in answer.causes:
         lines.append(f"  {'!' if cause.seen else '-'} {cause.name}: {cause.evidence}")

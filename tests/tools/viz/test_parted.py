@@ -16,16 +16,16 @@ def record(modules: int, steps: int, wrong: tuple[int, int] | None = None) -> Re
     """`wrong` is the step and the module from which on values are others."""
     names = [f"blocks.{i // 4}.part{i % 4}" for i in range(modules)]
     rows = (
-        Row("data", "", "input", "", 0),
-        *(Row("forward", name, "output", "", i + 1) for i, name in enumerate(names)),
-        *(Row("backward", name, "weight", "", modules + i + 1) for i, name in enumerate(names[:2])),
+        Row("data", "", "input", 0, 0),
+        *(Row("forward", name, "output", 0, i + 1) for i, name in enumerate(names)),
+        *(Row("backward", name, "weight", 0, modules + i + 1) for i, name in enumerate(names[:2])),
     )
     made = {}
     for number in range(steps):
         values = np.arange(len(rows), dtype=np.uint64) + np.uint64(1000 * number)
         if wrong is not None and number >= wrong[0]:
             values[1 + (wrong[1] if number == wrong[0] else 0) :] += np.uint64(7)
-        made[number] = Step(number, rows, values)
+        made[number] = Step(number, rows, ("float32 [2]",), values)
     return Record(0, {}, made, True)
 
 
