@@ -1,7 +1,8 @@
 """How much longer a training step takes with `dash_attn.watch`, on a GPU. Also checks that watching never waits.
 
-python benchmarks/watch_overhead.py [--layers 12] [--width 768] [--batch 16] [--length 1024] [--rounds 20] [--depth 2]
+python benchmarks/watch_overhead.py [--layers 12] [--width 768] [--batch 16] [--length 1024] [--depth 2] [--rounds 20]
 
+The GPT has bytes as tokens, as that of examples/train_gpt_twice.py; `--tokens 50304` gives it the vocabulary of GPT-2.
 Plain and watched steps alternate in one process. A round times a few steps between two synchronisations. The row has
 the median and the 20th and 80th percentile of a step in ms, without and with watching, and how much longer a watched
 step takes. Without --depth all modules are watched: then every activation and every gradient is read once more.
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 import dash_attn
 
-HEAD_DIM, TOKENS = 64, 50304
+HEAD_DIM = 64
 STEPS, WARM = 5, 3  # of a round
 
 
@@ -35,6 +36,7 @@ class Size:
     width: int = 768
     batch: int = 16
     length: int = 1024
+    tokens: int = 256
 
 
 class Attention(nn.Module):
@@ -61,9 +63,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(TOKENS, size.width), nn.Embedding(size.length, size.width)
+        self.token, self.position = nn.Embedding(size.tokens, size.width), nn.Embedding(size.length, size.width)
         self.blocks = nn.Sequential(*(Block(size.width) for _ in range(size.layers)))
-        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, TOKENS, bias=False)
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.tokens, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position.weight)))
@@ -77,7 +79,7 @@ class Training:
         self.device = device
         self.model = GPT(size).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
-        self.tokens = torch.randint(TOKENS, (size.batch, size.length + 1), device=device)
+        self.tokens = torch.randint(size.tokens, (size.batch, size.length + 1), device=device)
 
     def steps(self, count: int) -> None:
         for _ in range(count):

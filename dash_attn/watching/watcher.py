@@ -92,6 +92,7 @@ class Watcher:
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[_Open] = deque()
+        self._gradients: list[Named] = []
         self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
         self._open = _Open(0)
         self._active = self._continued = self._had_backward = self._wrote = False
@@ -202,8 +203,20 @@ class Watcher:
         self._record("backward", named(module, gradient, name))
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
+        if parameter.grad is None:
+            return
+        if environment.distributed():  # a reduction may start to write to it as soon as this returns
             self._gradient(module, name, parameter.grad)
+            return
+        if not self._gradients:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._gradients += named(module, parameter.grad, name)
+
+    def _end_backward(self) -> None:
+        """The gradients of all parameters, in one launch."""
+        self._had_backward, gradients = True, self._gradients
+        self._gradients = []
+        self._record("backward", gradients)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
