@@ -322,7 +322,7 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
             tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
             for part, inner in tensors.items():
                 yield from tensors_of(inner, name if len(tensors) == 1 else f"{name}.{part}")
-        elif value.layout is torch.strided and value.device.type != "meta":
+        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
             yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():

@@ -161,6 +161,19 @@ def test_another_length_has_the_same_layout(tmp_path: Path) -> None:
     assert first.rows is second.rows and first.forms != second.forms
 
 
+def test_tensors_of_other_kinds_are_passed_over(tmp_path: Path) -> None:
+    class Takes(nn.Module):
+        def forward(self, *values: Any, **named: Any) -> Tensor:
+            return torch.ones(2, requires_grad=True) * 2
+
+    model = Takes()
+    odd = [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.nested.nested_tensor([torch.ones(2)])]
+    with dash_attn.watch(model, to=tmp_path):
+        model(*odd, None, 3, "text", {"a": [torch.ones(2), (torch.ones(1),)]}, flag=True, mask=torch.ones(3) > 0)
+    step = load_run(tmp_path)[0].steps[0]
+    assert names(step, "data") == [":input[6].a[0]", ":input[6].a[1]", ":input.mask"]
+
+
 def test_two_optimizers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     both = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
