@@ -55,7 +55,6 @@ def environment() -> Environment:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "compiled": compiled(),
         "max_autotune": bool(getattr(inductor, "max_autotune", False)),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
@@ -84,7 +83,7 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def compiled() -> bool:
-    """Has torch.compile compiled a frame in this process?"""
+def compiled_frames() -> int:
+    """How many frames torch.compile has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return bool(dynamo and dynamo.counters["frames"].get("ok", 0))
+    return int(dynamo.counters["frames"].get("ok", 0)) if dynamo else 0

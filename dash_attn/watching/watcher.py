@@ -99,6 +99,7 @@ class Watcher:
         self._inside = 0
         self._hook_modules(depth)
         compile_again()
+        self._frames = environment.compiled_frames()
         atexit.register(self.close)
 
     # ---- what scripts call ---------------------------------------------------------------------------------
@@ -302,7 +303,8 @@ class Watcher:
         if not self._wrote:
             # As it is after a step, not before the first: scripts set flags late.
             modules = {clean(path): type(module).__name__ for path, module in self._model.named_modules()}
-            self._writer.environment({**environment.environment(), "modules": modules})
+            compiled = environment.compiled_frames() > self._frames
+            self._writer.environment({**environment.environment(), "compiled": compiled, "modules": modules})
             self._wrote = True
         self._writer.step(step.step())
 
@@ -351,7 +353,7 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 def compile_again() -> None:
     """What torch.compile has compiled does not know of hooks that come or go."""
-    if environment.compiled():
+    if environment.compiled_frames():
         torch.compiler.reset()
 
 

@@ -271,7 +271,7 @@ def test_compiled(tmp_path: Path) -> None:
     assert same(compiled, again)
     keys = [{row[:3] for row in record.steps[1].rows} for record in (eager, compiled)]
     assert keys[0] == keys[1]
-    assert compiled.environment["compiled"]
+    assert compiled.environment["compiled"] and not eager.environment["compiled"]
 
 
 def test_compiled_before_it_is_watched(tmp_path: Path) -> None:
