@@ -18,11 +18,15 @@ PASSES = ("data", "forward", "recompute")  # phases whose rows are inputs and ou
 
 @dataclass(frozen=True)
 class Difference:
-    """The first row that differs. `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs.
-    `generators` are random states that differ, with the step in which they first do."""
+    """The first row that differs, and its number in the step.
+
+    `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs. `generators` are random states that
+    differ, with the step in which they first do.
+    """
 
     rank: int
     step: int
+    index: int
     row: Row
     form: str  # dtype and shape
     other_form: str  # in the other run; empty if that run has no such tensor
@@ -57,8 +61,7 @@ def first_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference | N
     if len(a) != len(b):
         raise ValueError(f"the runs have {len(a)} and {len(b)} processes")
     found = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
-    order = list(DIRECTIONS)
-    return min(found, key=lambda each: (each.step, order.index(each.row.phase)), default=None)
+    return min(found, key=lambda each: (each.step, each.index), default=None)
 
 
 def common_steps(a: Record, b: Record) -> list[int]:
@@ -141,11 +144,11 @@ def _difference(rank: int, one: Step, two: Step, index: int, steps_equal: int) -
     other = next((other for name, other in zip(keys(two), two.rows, strict=True) if name == key), None)
     if other is None:
         topic, operation = "structure", "the runs do not call the same modules: only one of them has this tensor"
-        return Difference(rank, one.number, row, one.form(row), "", topic, operation, (), steps_equal)
+        return Difference(rank, one.number, index, row, one.form(row), "", topic, operation, (), steps_equal)
     topic, operation = _operation(one, index)
     inputs = tuple(dict.fromkeys(_inputs(one, index)))
     forms = one.form(row), two.form(other)
-    return Difference(rank, one.number, row, *forms, topic, operation, inputs, steps_equal)
+    return Difference(rank, one.number, index, row, *forms, topic, operation, inputs, steps_equal)
 
 
 def _operation(step: Step, index: int) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dash_attn.watching.causes import causes
+from dash_attn.watching.difference import first_difference
+from dash_attn.watching.files import Record
 from tests.watching.small import GPT, Attention, Scatter, Shuffled, difference, same, trained
 
 
@@ -146,6 +149,21 @@ def test_another_model(tmp_path: Path) -> None:
     found, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", change=shorter))
     assert found.topic == "structure" and found.row.module.startswith("blocks.1")
     assert reasons[0].name == "another path through the model"
+
+
+def test_the_process_that_parts_first(tmp_path: Path) -> None:
+    """Two processes differ in the forward of one step: the earlier tensor counts, not the lower rank."""
+    a = trained(tmp_path, 1)
+
+    def changed(index: int) -> Record:
+        values = a.steps[0].values.copy()
+        values[a.steps[0].rows[index].place] += 1
+        return replace(a, steps={0: replace(a.steps[0], values=values)})
+
+    forward = [i for i, row in enumerate(a.steps[0].rows) if row.phase == "forward" and row.tensor == "output"]
+    found = first_difference([a, replace(a, rank=1)], [changed(forward[5]), changed(forward[2])])
+    assert found is not None
+    assert (found.rank, found.index) == (1, forward[2])
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,7 @@ def test_another_length_has_the_same_layout(tmp_path: Path) -> None:
     assert first.rows is second.rows and first.forms != second.forms
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_tensors_of_other_kinds_are_passed_over(tmp_path: Path) -> None:
     class Takes(nn.Module):
         def forward(self, *values: Any, **named: Any) -> Tensor:
