@@ -60,8 +60,8 @@ def first_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference | N
     """The earliest difference over all processes of a run."""
     if len(a) != len(b):
         raise ValueError(f"the runs have {len(a)} and {len(b)} processes")
-    found = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
-    return min(found, key=lambda each: (each.step, each.index), default=None)
+    partings = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
+    return min(partings, key=lambda each: (each.step, each.index), default=None)
 
 
 def common_steps(a: Record, b: Record) -> list[int]:

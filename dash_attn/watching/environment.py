@@ -42,7 +42,6 @@ def environment() -> Environment:
     """Facts of this process, as JSON values."""
     inductor = sys.modules.get("torch._inductor.config")
     return {
-        "rank": rank(),
         "world size": dist.get_world_size() if distributed() else 1,
         "backend of torch.distributed": dist.get_backend() if distributed() else "none",
         "python": platform.python_version(),

@@ -48,9 +48,13 @@ def watch(
     process ends.
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    watcher = Watcher(unwrapped(model), Writer(path_of(Path(to), environment.rank())), steps, depth)
-    for each in given:
-        watcher.add_optimizer(each)
+    watcher = Watcher(unwrapped(model), Path(to), steps, depth)
+    try:
+        for each in given:
+            watcher.add_optimizer(each)
+    except ValueError:
+        watcher.close()
+        raise
     return watcher
 
 
@@ -87,15 +91,16 @@ class _Open:
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(self, model: nn.Module, writer: Writer, steps: Container[int] | None, depth: int | None) -> None:
-        self._model, self._writer, self._steps = model, writer, steps
+    def __init__(self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None) -> None:
+        self._model, self._steps, self._rank = model, steps, environment.rank()
+        self._writer = Writer(path_of(to, self._rank))
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[_Open] = deque()
         self._gradients: list[Named] = []
         self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
         self._open = _Open(0)
-        self._active = self._continued = self._had_backward = self._wrote = False
+        self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
         self._hook_modules(depth)
         compile_again()
@@ -114,12 +119,14 @@ class Watcher:
             return
         done, self._continued = self._open, self._recording
         if done.rows:
+            if not self._described:
+                self._describe()
             done.slots.send()
             self._pending.append(done)
         done.seen.clear()
         self._open, self._had_backward = _Open(done.number + 1), False
         while self._pending and self._pending[0].slots.arrived():
-            self._write(self._pending.popleft())
+            self._writer.step(self._pending.popleft().step())
 
     def close(self) -> None:
         """Remove the hooks, wait for the last fingerprints and close the file."""
@@ -133,7 +140,7 @@ class Watcher:
         self.end_step()
         for step in self._pending:
             step.slots.wait()
-            self._write(step)
+            self._writer.step(step.step())
         self._pending.clear()
         self._writer.close()
 
@@ -299,14 +306,16 @@ class Watcher:
         ]
         return [each for module, name, tensor in split for each in named(module, tensor, name)]
 
-    def _write(self, step: _Open) -> None:
-        if not self._wrote:
-            # As it is after a step, not before the first: scripts set flags late.
-            modules = {clean(path): type(module).__name__ for path, module in self._model.named_modules()}
-            compiled = environment.compiled_frames() > self._frames
-            self._writer.environment({**environment.environment(), "compiled": compiled, "modules": modules})
-            self._wrote = True
-        self._writer.step(step.step())
+    def _describe(self) -> None:
+        """Write the environment as it is after a step, not before the first: scripts set flags late."""
+        facts = {
+            **environment.environment(),
+            "rank": self._rank,  # a process group may end before the record
+            "compiled": environment.compiled_frames() > self._frames,
+            "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
+        }
+        self._writer.environment(facts)
+        self._described = True
 
 
 # ---- tensors and names -------------------------------------------------------------------------------------

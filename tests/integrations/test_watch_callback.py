@@ -69,9 +69,9 @@ def test_two_trainings(tmp_path: Path) -> None:
 
 
 def test_another_order_of_the_data(tmp_path: Path) -> None:
-    found = first_difference(trained(tmp_path, "a"), trained(tmp_path, "b", data_seed=5))
-    assert found is not None and (found.step, found.topic) == (0, "data")
-    assert found.tensor == "input.input_ids"
+    parting = first_difference(trained(tmp_path, "a"), trained(tmp_path, "b", data_seed=5))
+    assert parting is not None and (parting.step, parting.topic) == (0, "data")
+    assert parting.tensor == "input.input_ids"
 
 
 def test_gradient_checkpointing(tmp_path: Path) -> None:

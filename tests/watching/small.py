@@ -117,9 +117,9 @@ def trained(
 
 
 def difference(a: Record, b: Record) -> tuple[Difference, list[Cause]]:
-    found = first_difference([a], [b])
-    assert found is not None, "the runs are the same"
-    return found, causes(found, a.environment, b.environment)
+    parting = first_difference([a], [b])
+    assert parting is not None, "the runs are the same"
+    return parting, causes(parting, a.environment, b.environment)
 
 
 def same(a: Record, b: Record) -> bool:

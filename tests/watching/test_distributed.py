@@ -43,18 +43,18 @@ def test_equal_runs(runs: dict[str, list[Record]], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_process_that_parts_first_is_named(runs: dict[str, list[Record]], kind: str) -> None:
-    found = first_difference(runs[kind], runs[f"{kind} with another batch"])
-    assert found is not None
-    assert (found.rank, found.step, found.topic) == (1, 1, "data")
+    parting = first_difference(runs[kind], runs[f"{kind} with another batch"])
+    assert parting is not None
+    assert (parting.rank, parting.step, parting.topic) == (1, 1, "data")
 
 
 def test_a_reduction(runs: dict[str, list[Record]]) -> None:
     """The gradients of each process are equal, and their sum is not."""
-    found = first_difference(runs["ddp"], runs["ddp with a wrong sum"])
-    assert found is not None
-    assert (found.step, found.topic) == (0, "reduce") and found.inputs
+    parting = first_difference(runs["ddp"], runs["ddp with a wrong sum"])
+    assert parting is not None
+    assert (parting.step, parting.topic) == (0, "reduce") and parting.inputs
     a, b = (runs[name][0].environment for name in ("ddp", "ddp with a wrong sum"))
-    assert "the reduction over processes" in [cause.name for cause in causes(found, a, b)]
+    assert "the reduction over processes" in [cause.name for cause in causes(parting, a, b)]
 
 
 def test_gradients_in_the_buckets_of_ddp(runs: dict[str, list[Record]]) -> None:

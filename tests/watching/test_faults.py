@@ -33,16 +33,16 @@ def test_an_atomic_scatter(tmp_path: Path) -> None:
     for seed in (1, 2):
         Shuffled.generator.manual_seed(seed)
         runs.append(trained(tmp_path / str(seed), change=scatter))
-    found, reasons = difference(*runs)
-    assert (found.step, found.direction, found.row.module) == (0, "backward", "token")
-    assert found.tensor == "gradient of weight" and found.operation == "the backward of token"
-    assert found.inputs == ("gradient of output of token",)
+    parting, reasons = difference(*runs)
+    assert (parting.step, parting.direction, parting.row.module) == (0, "backward", "token")
+    assert parting.tensor == "gradient of weight" and parting.operation == "the backward of token"
+    assert parting.inputs == ("gradient of output of token",)
     assert "atomic additions" in [cause.name for cause in reasons]
 
 
 def test_a_seed(tmp_path: Path) -> None:
-    found, reasons = difference(*(trained(tmp_path / str(seed), seed=seed) for seed in (1, 2)))
-    assert (found.step, found.topic, found.row.module) == (0, "weights", "token")
+    parting, reasons = difference(*(trained(tmp_path / str(seed), seed=seed) for seed in (1, 2)))
+    assert (parting.step, parting.topic, parting.row.module) == (0, "weights", "token")
     assert reasons[0].name == "a seed" and reasons[0].seen and "torch" in reasons[0].evidence
 
 
@@ -52,9 +52,9 @@ def test_a_seed_that_only_dropout_uses(tmp_path: Path) -> None:
             torch.manual_seed(77)
         return tokens
 
-    found, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", each=reseed))
-    assert (found.step, found.direction, found.row.module) == (1, "forward", "blocks.0.mlp.2")
-    assert found.operation == "the forward of blocks.0.mlp.2" and found.inputs == ("input of blocks.0.mlp.2",)
+    parting, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", each=reseed))
+    assert (parting.step, parting.direction, parting.row.module) == (1, "forward", "blocks.0.mlp.2")
+    assert parting.operation == "the forward of blocks.0.mlp.2" and parting.inputs == ("input of blocks.0.mlp.2",)
     assert reasons[0].name == "random draws" and reasons[0].seen
 
 
@@ -62,16 +62,16 @@ def test_a_differing_batch(tmp_path: Path) -> None:
     def swap(step: int, tokens: Tensor) -> Tensor:
         return tokens.flip(0) if step == 2 else tokens
 
-    found, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", each=swap))
-    assert (found.step, found.topic, found.tensor, found.steps_equal) == (2, "data", "input", 2)
-    assert "the order of samples" in [cause.name for cause in reasons] and not found.generators
+    parting, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", each=swap))
+    assert (parting.step, parting.topic, parting.tensor, parting.steps_equal) == (2, "data", "input", 2)
+    assert "the order of samples" in [cause.name for cause in reasons] and not parting.generators
 
 
 def test_another_shape_of_a_batch(tmp_path: Path) -> None:
-    found, reasons = difference(
+    parting, reasons = difference(
         trained(tmp_path / "a"), trained(tmp_path / "b", each=lambda step, tokens: tokens[:, : 12 + step])
     )
-    assert (found.step, found.form, found.other_form) == (0, "int64 [4, 16]", "int64 [4, 11]")
+    assert (parting.step, parting.form, parting.other_form) == (0, "int64 [4, 16]", "int64 [4, 11]")
     assert reasons[0].name == "padding or packing" and reasons[0].seen
 
 
@@ -110,11 +110,11 @@ def test_code_between_modules(tmp_path: Path) -> None:
     for factor in (1.0, 1.0 + 2**-20):
         Wrong.factor = factor
         runs.append(trained(tmp_path / str(factor), change=change))
-    found, reasons = difference(*runs)
-    assert (found.step, found.direction, found.row.module) == (0, "backward", "blocks.1.attn.qkv")
-    assert found.tensor == "gradient of output"
-    assert found.operation.startswith("the backward of blocks.1.attn, in its own code")
-    assert "blocks.1.attn.proj" in found.operation
+    parting, reasons = difference(*runs)
+    assert (parting.step, parting.direction, parting.row.module) == (0, "backward", "blocks.1.attn.qkv")
+    assert parting.tensor == "gradient of output"
+    assert parting.operation.startswith("the backward of blocks.1.attn, in its own code")
+    assert "blocks.1.attn.proj" in parting.operation
     assert "attention in any order" in [cause.name for cause in reasons]
 
 
@@ -126,19 +126,19 @@ def test_code_between_modules_in_the_forward(tmp_path: Path) -> None:
 
         return changed
 
-    found, _ = difference(*(trained(tmp_path / str(f), change=change(f)) for f in (1.0, 1.5)))
-    assert (found.direction, found.row.module, found.tensor) == ("forward", "blocks.0.attn.proj", "input")
-    assert found.operation == ("the forward of blocks.0.attn, in its own code, after the output of blocks.0.attn.qkv")
+    parting, _ = difference(*(trained(tmp_path / str(f), change=change(f)) for f in (1.0, 1.5)))
+    assert (parting.direction, parting.row.module, parting.tensor) == ("forward", "blocks.0.attn.proj", "input")
+    assert parting.operation == ("the forward of blocks.0.attn, in its own code, after the output of blocks.0.attn.qkv")
 
 
 def test_the_loss(tmp_path: Path) -> None:
     """What follows the output of the model is no module: the script is named."""
-    found, _ = difference(
+    parting, _ = difference(
         trained(tmp_path / "a"),
         trained(tmp_path / "b", each=lambda step, tokens: torch.cat([tokens[:, :-1], tokens[:, :1]], 1)),
     )
-    assert (found.direction, found.row.module, found.tensor) == ("backward", "head", "gradient of output")
-    assert found.operation.startswith("the loss")
+    assert (parting.direction, parting.row.module, parting.tensor) == ("backward", "head", "gradient of output")
+    assert parting.operation.startswith("the loss")
 
 
 def test_another_model(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_another_model(tmp_path: Path) -> None:
         model.blocks = model.blocks[:1]
         return model
 
-    found, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", change=shorter))
-    assert found.topic == "structure" and found.row.module.startswith("blocks.1")
+    parting, reasons = difference(trained(tmp_path / "a"), trained(tmp_path / "b", change=shorter))
+    assert parting.topic == "structure" and parting.row.module.startswith("blocks.1")
     assert reasons[0].name == "another path through the model"
 
 
@@ -161,9 +161,9 @@ def test_the_process_that_parts_first(tmp_path: Path) -> None:
         return replace(a, steps={0: replace(a.steps[0], values=values)})
 
     forward = [i for i, row in enumerate(a.steps[0].rows) if row.phase == "forward" and row.tensor == "output"]
-    found = first_difference([a, replace(a, rank=1)], [changed(forward[5]), changed(forward[2])])
-    assert found is not None
-    assert (found.rank, found.index) == (1, forward[2])
+    parting = first_difference([a, replace(a, rank=1)], [changed(forward[5]), changed(forward[2])])
+    assert parting is not None
+    assert (parting.rank, parting.index) == (1, forward[2])
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_the_process_that_parts_first(tmp_path: Path) -> None:
 def test_settings_that_differ_come_first(tmp_path: Path, name: str, values: tuple[Any, Any]) -> None:
     Shuffled.generator.manual_seed(1)
     a, b = (trained(tmp_path / each, 1, change=scatter) for each in "ab")
-    found, _ = difference(a, b)
+    parting, _ = difference(a, b)
     environments = []
     for value, record in zip(values, (a, b), strict=True):
         variables = {name: value} if name.isupper() and value is not None else {}
         facts = {**record.environment, "variables": variables}
         environments.append(facts if name.isupper() else {**facts, name: value})
-    first = causes(found, *environments)[0]
+    first = causes(parting, *environments)[0]
     assert (first.name, first.seen) == (name, True)
-    assert name not in [cause.name for cause in causes(found, environments[0], environments[0])]
+    assert name not in [cause.name for cause in causes(parting, environments[0], environments[0])]

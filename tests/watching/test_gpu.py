@@ -103,13 +103,13 @@ def test_attention_in_any_order_is_named(tmp_path: Path) -> None:
     pytest.importorskip("flash_attn.cute")
     first = run(tmp_path / "first", fa4_default)
     for number in range(5):
-        found = first_difference(first, run(tmp_path / str(number), fa4_default))
-        if found is not None:
+        parting = first_difference(first, run(tmp_path / str(number), fa4_default))
+        if parting is not None:
             break
-    assert found is not None, "FlashAttention-4 repeated its bits in six runs"
-    assert (found.step, found.direction) == (0, "backward")
-    assert (found.row.module, found.tensor) == ("blocks.1.attn.qkv", "gradient of output")
-    assert found.operation.startswith("the backward of blocks.1.attn, in its own code")
+    assert parting is not None, "FlashAttention-4 repeated its bits in six runs"
+    assert (parting.step, parting.direction) == (0, "backward")
+    assert (parting.row.module, parting.tensor) == ("blocks.1.attn.qkv", "gradient of output")
+    assert parting.operation.startswith("the backward of blocks.1.attn, in its own code")
 
 
 @pytest.mark.usefixtures("strict")

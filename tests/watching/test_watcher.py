@@ -121,8 +121,8 @@ def test_micro_batches_are_one_step(tmp_path: Path) -> None:
 
     a, b = run("a", -1), run("b", 3)
     assert sorted(a.steps) == [0, 1] and len(names(a.steps[0], "data")) == 2
-    found, _ = difference(a, b)
-    assert (found.step, found.topic) == (1, "data")
+    parting, _ = difference(a, b)
+    assert (parting.step, parting.topic) == (1, "data")
     assert same(a, run("c", -1))
 
 
@@ -189,9 +189,19 @@ def test_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    model, other = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="no parameter of the model"):
-        dash_attn.watch(nn.Linear(2, 2), optimizer=other, to=tmp_path)
+        dash_attn.watch(model, optimizer=other, to=tmp_path)
+    assert not model._forward_hooks and not model._forward_pre_hooks
+
+
+def test_the_rank_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    model = nn.Linear(2, 2)
+    with dash_attn.watch(model, to=tmp_path):
+        model(torch.ones(1, 2)).sum().backward()
+        monkeypatch.delenv("RANK")
+    assert load_run(tmp_path)[0].rank == 3 and (tmp_path / "rank3.watch").is_file()
 
 
 def test_training_is_not_changed_and_hooks_go(tmp_path: Path) -> None:
@@ -257,9 +267,9 @@ def test_a_recomputation_that_differs(tmp_path: Path) -> None:
 
         return changed
 
-    found, reasons = difference(*(trained(tmp_path / str(seed), change=change(seed)) for seed in (1, 2)))
-    assert (found.step, found.topic, found.row.module) == (0, "recompute", "blocks.1.mlp.2")
-    assert found.operation == "the recomputation of blocks.1.mlp.2"
+    parting, reasons = difference(*(trained(tmp_path / str(seed), change=change(seed)) for seed in (1, 2)))
+    assert (parting.step, parting.topic, parting.row.module) == (0, "recompute", "blocks.1.mlp.2")
+    assert parting.operation == "the recomputation of blocks.1.mlp.2"
     assert "gradient checkpointing" in [cause.name for cause in reasons]
 
 

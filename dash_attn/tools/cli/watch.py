@@ -111,7 +111,7 @@ def owner(optimizer: Optimizer) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What `diff` found in two runs."""
+    """Two runs, their first difference and its causes."""
 
     a: list[Record]
     b: list[Record]
@@ -125,21 +125,21 @@ class Answer:
         return min(len(common_steps(*pair)) for pair in zip(self.a, self.b, strict=True))
 
     def facts(self) -> dict[str, Any]:
-        found = self.difference
-        if found is None:
+        first = self.difference
+        if first is None:
             return {"same": True, "steps": self.steps, "ranks": len(self.a)}
         return {
             "same": False,
             "steps": self.steps,
             "ranks": len(self.a),
-            "rank": found.rank,
-            "step": found.step,
-            "direction": found.direction,
-            "module": found.row.module,
-            "tensor": found.tensor,
-            "operation": found.operation,
-            "equal_inputs": list(found.inputs),
-            "topic": found.topic,
+            "rank": first.rank,
+            "step": first.step,
+            "direction": first.direction,
+            "module": first.row.module,
+            "tensor": first.tensor,
+            "operation": first.operation,
+            "equal_inputs": list(first.inputs),
+            "topic": first.topic,
             "causes": [asdict(cause) for cause in self.causes],
         }
 
@@ -185,31 +185,31 @@ def compared(a: Path, b: Path) -> Answer:
 
 def tell(answer: Answer) -> None:
     """The answer for people."""
-    found = answer.difference
+    first = answer.difference
     unequal = [len(pair[0].steps) != len(pair[1].steps) for pair in zip(answer.a, answer.b, strict=True)]
     beyond = ", which both runs have" if any(unequal) else ""
-    if found is None:
+    if first is None:
         rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
         typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
         return
-    rank = f" of rank {found.rank}" if len(answer.a) > 1 else ""
-    kind = answer.a[0].environment.get("modules", {}).get(found.row.module)
-    where = f" of {found.row.module}{f' ({kind})' if kind else ''}" if found.row.module else ""
+    rank = f" of rank {first.rank}" if len(answer.a) > 1 else ""
+    kind = answer.a[0].environment.get("modules", {}).get(first.row.module)
+    where = f" of {first.row.module}{f' ({kind})' if kind else ''}" if first.row.module else ""
     before = "It is the first step of the records."
-    if found.steps_equal:
-        before = f"{counted(found.steps_equal)} before it {'is' if found.steps_equal == 1 else 'are'} equal."
+    if first.steps_equal:
+        before = f"{counted(first.steps_equal)} before it {'is' if first.steps_equal == 1 else 'are'} equal."
     lines = [
-        f"The runs part in step {found.step}{rank}. {before}",
+        f"The runs part in step {first.step}{rank}. {before}",
         "",
-        f"  first difference  {found.tensor}{where}: {found.form}",
-        f"  direction         {found.direction}",
-        f"  made by           {found.operation}",
+        f"  first difference  {first.tensor}{where}: {first.form}",
+        f"  direction         {first.direction}",
+        f"  made by           {first.operation}",
     ]
-    if found.other_form not in ("", found.form):
-        lines.insert(3, f"  in the other run  {found.other_form}")
-    if found.inputs:
-        lines.append(f"  its inputs        equal: {', '.join(found.inputs)}")
-        drawn = ", or the random numbers that it draws" if found.generators else ""
+    if first.other_form not in ("", first.form):
+        lines.insert(3, f"  in the other run  {first.other_form}")
+    if first.inputs:
+        lines.append(f"  its inputs        equal: {', '.join(first.inputs)}")
+        drawn = ", or the random numbers that it draws" if first.generators else ""
         lines.append(f"                    So the operation itself differs{drawn}.")
     lines += ["", "Usual causes (! if the records show it):"]
     for cause in answer.causes:
