@@ -32,6 +32,7 @@ MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
 MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
 
+PHASES = frozenset({"start", "random", "data", "forward", "recompute", "backward", "reduce", "update"})
 Values = npt.NDArray[np.uint64]
 Environment = dict[str, Any]
 
@@ -133,9 +134,7 @@ def _record(path: Path) -> Record:
         frames = _Frames(file)
         for kind, content in frames:
             if kind == b"E":
-                environment = json.loads(content)
-                if not isinstance(environment, dict):
-                    raise ValueError("the environment is no object")
+                environment = _environment(content)
             elif kind == b"L":
                 layouts.append(_layout(content))
             elif kind == b"S":
@@ -143,7 +142,7 @@ def _record(path: Path) -> Record:
                 steps[step.number] = step
             else:
                 raise ValueError(f"a frame of the unknown kind {kind!r}")
-    return Record(int(environment.get("rank", 0)), environment, steps, not frames.cut)
+    return Record(environment.get("rank", 0), environment, steps, not frames.cut)
 
 
 class _Frames:
@@ -168,6 +167,16 @@ class _Frames:
             if zlib.crc32(content) != checksum:
                 raise ValueError("a checksum is wrong")
             yield kind, content
+
+
+def _environment(content: bytes) -> Environment:
+    facts = json.loads(content)
+    if not isinstance(facts, dict) or type(facts.get("rank", 0)) is not int:
+        raise ValueError("the environment is damaged")
+    for name in ("variables", "modules"):
+        if not isinstance(facts.get(name, {}), dict):
+            raise ValueError(f"the {name} of the environment are damaged")
+    return facts
 
 
 def _step(content: bytes, layouts: list[Layout]) -> Step:
@@ -196,5 +205,7 @@ def _row(row: Any) -> Row:
     phase, module, tensor, form, place = row
     texts, numbers = (phase, module, tensor), (form, place)
     if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
+        raise ValueError("a row of a layout is damaged")
+    if phase not in PHASES:
         raise ValueError("a row of a layout is damaged")
     return Row(phase, module, tensor, form, place)

@@ -42,7 +42,7 @@ def frame(kind: bytes, content: bytes) -> bytes:
     return FRAME.pack(kind, len(content), zlib.crc32(content)) + content
 
 
-LAYOUT = SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", 0, 0]]).encode()))
+LAYOUT = SIGNATURE + frame(b"L", zlib.compress(json.dumps([["data", "m", "t", 0, 0]]).encode()))
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -92,6 +92,9 @@ def test_a_file_that_was_cut_off_keeps_its_whole_steps(tmp_path: Path) -> None:
         SIGNATURE + frame(b"E", b"[]"),
         SIGNATURE + frame(b"E", b"{"),
         SIGNATURE + frame(b"E", b'{"rank": "x"}'),
+        SIGNATURE + frame(b"E", b'{"modules": 3}'),
+        SIGNATURE + frame(b"E", b'{"variables": []}'),
+        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["unknown", "m", "t", 0, 0]]).encode())),
         SIGNATURE + frame(b"S", STEP.pack(0, 0, 0)),
         SIGNATURE + frame(b"S", b"ab"),
         LAYOUT + frame(b"S", STEP.pack(0, 0, 2) + b"{}" + bytes(8)),
@@ -104,11 +107,11 @@ def test_a_file_that_was_cut_off_keeps_its_whole_steps(tmp_path: Path) -> None:
         SIGNATURE + frame(b"L", zlib.compress(b"{}")),
         SIGNATURE + frame(b"L", zlib.compress(b"[[1, 2]]")),
         SIGNATURE + frame(b"L", zlib.compress(b"[" * 100000)),
-        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", "t", 0, -1]]).encode())),
-        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["p", "m", 0, 0, 0]]).encode())),
+        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["data", "m", "t", 0, -1]]).encode())),
+        SIGNATURE + frame(b"L", zlib.compress(json.dumps([["data", "m", 0, 0, 0]]).encode())),
         SIGNATURE + FRAME.pack(b"S", MOST_FRAME + 1, 0) + bytes(64),
     ],
-    ids=range(21),
+    ids=range(24),
 )
 def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rank0.watch"

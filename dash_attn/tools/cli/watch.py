@@ -225,6 +225,6 @@ def counted(steps: int) -> str:
 def draw(answer: Answer, path: Path) -> None:
     from dash_attn.tools.viz.parted import picture
 
-    rank = 0 if answer.difference is None else answer.difference.rank
+    rank = answer.a[0].rank if answer.difference is None else answer.difference.rank
     pair = next(pair for pair in zip(answer.a, answer.b, strict=True) if pair[0].rank == rank)
     picture(*pair, answer.difference, path)
