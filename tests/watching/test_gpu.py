@@ -74,7 +74,7 @@ def ordered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fa4_default(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute.interface import flash_attn_func
 
     out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
@@ -100,7 +100,7 @@ def run(to: Path, second: Attend, stream: torch.cuda.Stream | None = None) -> li
 @pytest.mark.usefixtures("strict")
 def test_attention_in_any_order_is_named(tmp_path: Path) -> None:
     """One of three layers runs FlashAttention-4 in its default mode, whose backward adds dQ as it comes."""
-    pytest.importorskip("flash_attn.cute")
+    pytest.importorskip("flash_attn.cute.interface")
     first = run(tmp_path / "first", fa4_default)
     for number in range(5):
         parting = first_difference(first, run(tmp_path / str(number), fa4_default))
