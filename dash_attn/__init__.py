@@ -20,6 +20,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "load",
     "tiles",
+    "watch",
     "window",
 ]
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
     from dash_attn.program import load
     from dash_attn.tiling import TileShape
+    from dash_attn.watching.watcher import watch
 
 # Loaded on first use: torch alone takes seconds, and most of the package does without it.
 _HOME = {
@@ -38,6 +40,7 @@ _HOME = {
     **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem", "documents", "tiles", "window"), "dash_attn.problem"),
     "TileShape": "dash_attn.tiling",
     "load": "dash_attn.program",
+    "watch": "dash_attn.watching.watcher",
 }
 
 

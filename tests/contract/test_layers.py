@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"pack"}),
     frozenset({"simulate", "backends"}),
     frozenset({"prepare"}),
-    frozenset({"api"}),
+    frozenset({"api", "watching"}),
     frozenset({"integrations"}),
     frozenset({"tools.dag", "tools.exact"}),
     frozenset({"tools.bench"}),

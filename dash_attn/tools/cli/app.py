@@ -30,9 +30,10 @@ class FileProblem(Exception):
     """A file that cannot be read or does not hold what it should: exit status 1."""
 
 
-def command(name: str, **defaults: object) -> Callable[[Command], Command]:
+def command(name: str, *, settings: dict[str, Any] | None = None, **defaults: object) -> Callable[[Command], Command]:
     """Add a command. A parameter whose type is a dataclass stands for one option a field, so that commands share the
-    definition of their options. `defaults` replaces the default of an option for this command."""
+    definition of their options. `defaults` replaces the default of an option for this command. `settings` are those of
+    typer's context."""
 
     def register(function: Command) -> Command:
         hints = get_type_hints(function, include_extras=True)
@@ -55,7 +56,8 @@ def command(name: str, **defaults: object) -> Callable[[Command], Command]:
         call.__annotations__ = {option.name: option.annotation for option in chosen}
         call.__doc__ = function.__doc__
         # A short help that is given is not cut to the width of the terminal.
-        app.command(name, short_help=(function.__doc__ or "").partition("\n")[0])(call)
+        short = (function.__doc__ or "").partition("\n")[0]
+        app.command(name, short_help=short, context_settings=settings)(call)
         return function
 
     return register

@@ -14,8 +14,8 @@ from dash_attn.tools.cli.main import app, main
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS: dict[str, Any] = GROUP.commands
-# Commands whose answer a script may want to read. A demo is for people.
-FOR_SCRIPTS = COMMANDS.keys() - {"demo"}
+# Commands whose answer a script may want to read. A demo is for people, and watch prints what its script prints.
+FOR_SCRIPTS = COMMANDS.keys() - {"demo", "watch"}
 
 
 def help_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:

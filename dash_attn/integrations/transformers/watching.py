@@ -1,0 +1,28 @@
+"""dash_attn.watch for the Trainer of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from os import PathLike
+from typing import Any
+
+from transformers import TrainerCallback
+
+from dash_attn.watching.watcher import Watcher, watch
+
+
+class WatchCallback(TrainerCallback):  # type: ignore[misc]
+    """Records a training: `Trainer(..., callbacks=[WatchCallback("folder")])`."""
+
+    def __init__(self, to: str | PathLike[str], steps: Container[int] | None = None) -> None:
+        self._to, self._steps = to, steps
+        self._watcher: Watcher | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        # accelerate wraps the optimizer, and does not call hooks of the wrapper.
+        optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
+        self._watcher = watch(given["model"], optimizer=optimizer, to=self._to, steps=self._steps)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.close()

@@ -1,0 +1,230 @@
+"""dash-attn watch and diff: record a training script, and find the first operation in which two records differ."""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from dash_attn.tools.cli.app import FileProblem, Json, command, emit, wrote
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from dash_attn.watching.causes import Cause
+    from dash_attn.watching.difference import Difference
+    from dash_attn.watching.files import Record
+    from dash_attn.watching.watcher import Watcher
+
+
+@command("watch", settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def watch_command(
+    script: Annotated[Path, Argument(help="a training script")],
+    arguments: Annotated[list[str] | None, Argument(help="arguments of the script")] = None,
+    to: Annotated[Path, Option("--to", help="folder of the record")] = Path("watched"),
+    steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : is all")] = ":",
+    depth: Annotated[int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0")] = None,
+) -> None:
+    """Run a training script and record a fingerprint of every tensor of every step, for diff."""
+    if not script.is_file():
+        raise ValueError(f"no such file: {script}")
+    scripted, before = Scripted(to, steps_of(steps), depth), (sys.argv, sys.path[0])
+    sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
+    try:
+        with scripted:
+            runpy.run_path(str(script), run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # of the script: the user's error, not one of this command
+        raise typer.Exit(1) from None
+    finally:
+        sys.argv, sys.path[0] = before
+    if scripted.watcher is None:
+        raise ValueError(f"{script} made no optimizer for a model: nothing was recorded")
+    typer.echo(f"recorded in {to}", err=True)
+
+
+def steps_of(text: str) -> range:
+    try:
+        first, end, every = ([int(part) if part else None for part in text.split(":")] + [None])[:3]
+        return range(first or 0, 2**32 if end is None else end, every or 1)
+    except ValueError:
+        raise ValueError(f"--steps {text!r}: not FIRST:END or FIRST:END:EVERY") from None
+
+
+class Scripted:
+    """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer."""
+
+    def __init__(self, to: Path, steps: range, depth: int | None) -> None:
+        self.to, self.steps, self.depth = to, steps, depth
+        self.watcher: Watcher | None = None
+
+    def __enter__(self) -> Scripted:
+        from torch.optim import Optimizer
+
+        self._init = original = Optimizer.__init__
+
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            self._made(optimizer)
+
+        Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        from torch.optim import Optimizer
+
+        Optimizer.__init__ = self._init  # type: ignore[method-assign]
+        if self.watcher is not None:
+            self.watcher.close()
+
+    def _made(self, optimizer: Optimizer) -> None:
+        from dash_attn.watching.watcher import watch
+
+        if self.watcher is not None and self.watcher.trains(optimizer):
+            self.watcher.add_optimizer(optimizer)
+        elif self.watcher is not None:
+            typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
+        elif (model := owner(optimizer)) is not None:
+            self.watcher = watch(model, optimizer=optimizer, to=self.to, steps=self.steps, depth=self.depth)
+
+
+def owner(optimizer: Optimizer) -> nn.Module | None:
+    """The module with the most modules in it, of those that hold a parameter of the optimizer."""
+    from torch import nn
+
+    from dash_attn.watching.watcher import parameters_of
+
+    wanted = {id(parameter) for parameter in parameters_of(optimizer)}
+    modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
+    holding = [module for module in modules if any(id(p) in wanted for p in module.parameters())]
+    return max(holding, key=lambda module: sum(1 for _ in module.modules()), default=None)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Two runs, their first difference and its causes."""
+
+    a: list[Record]
+    b: list[Record]
+    difference: Difference | None
+    causes: list[Cause]
+
+    @property
+    def steps(self) -> int:
+        from dash_attn.watching.difference import common_steps
+
+        return min(len(common_steps(*pair)) for pair in zip(self.a, self.b, strict=True))
+
+    def facts(self) -> dict[str, Any]:
+        first = self.difference
+        if first is None:
+            return {"same": True, "steps": self.steps, "ranks": len(self.a)}
+        return {
+            "same": False,
+            "steps": self.steps,
+            "ranks": len(self.a),
+            "rank": first.rank,
+            "step": first.step,
+            "direction": first.direction,
+            "module": first.row.module,
+            "tensor": first.tensor,
+            "operation": first.operation,
+            "equal_inputs": list(first.inputs),
+            "topic": first.topic,
+            "causes": [asdict(cause) for cause in self.causes],
+        }
+
+
+@command("diff")
+def diff_command(
+    a: Annotated[Path, Argument(help="the record of a run: a folder that watch wrote, or one file of it")],
+    b: Annotated[Path, Argument(help="the record of another run")],
+    picture: Annotated[Path | None, Option("--map", help="draw what had parted when, to this file (.png)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Name the first operation in which two recorded runs differ: exit 0 if none does, exit 1 if one does."""
+    answer = compared(a, b)
+    if picture is not None:
+        draw(answer, picture)
+    if as_json:
+        emit(answer.facts())
+    else:
+        tell(answer)
+        wrote([picture])
+    if answer.difference is not None:
+        raise typer.Exit(1)
+
+
+def compared(a: Path, b: Path) -> Answer:
+    from dash_attn.watching.causes import causes
+    from dash_attn.watching.difference import common_steps, first_difference
+    from dash_attn.watching.files import load_run
+
+    for path in (a, b):
+        if not path.exists():
+            raise ValueError(f"no such file or folder: {path}")
+    try:
+        one, two = load_run(a), load_run(b)
+        difference = first_difference(one, two)
+        if not all(common_steps(*pair) for pair in zip(one, two, strict=True)):
+            raise ValueError(f"{a} and {b} have no step in common")
+    except ValueError as error:
+        raise FileProblem(str(error)) from error
+    reasons = [] if difference is None else causes(difference, one[0].environment, two[0].environment)
+    return Answer(one, two, difference, reasons)
+
+
+def tell(answer: Answer) -> None:
+    """The answer for people."""
+    first = answer.difference
+    unequal = [len(pair[0].steps) != len(pair[1].steps) for pair in zip(answer.a, answer.b, strict=True)]
+    beyond = ", which both runs have" if any(unequal) else ""
+    if first is None:
+        rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
+        typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
+        return
+    rank = f" of rank {first.rank}" if len(answer.a) > 1 else ""
+    kind = answer.a[0].environment.get("modules", {}).get(first.row.module)
+    where = f" of {first.row.module}{f' ({kind})' if kind else ''}" if first.row.module else ""
+    before = "It is the first step of the records."
+    if first.steps_equal:
+        before = f"{counted(first.steps_equal)} before it {'is' if first.steps_equal == 1 else 'are'} equal."
+    lines = [
+        f"The runs part in step {first.step}{rank}. {before}",
+        "",
+        f"  first difference  {first.tensor}{where}: {first.form}",
+        f"  direction         {first.direction}",
+        f"  made by           {first.operation}",
+    ]
+    if first.other_form not in ("", first.form):
+        lines.insert(3, f"  in the other run  {first.other_form}")
+    if first.inputs:
+        lines.append(f"  its inputs        equal: {', '.join(first.inputs)}")
+        drawn = ", or the random numbers that it draws" if first.generators else ""
+        lines.append(f"                    So the operation itself differs{drawn}.")
+    lines += ["", "Usual causes (! if the records show it):"]
+    for cause in answer.causes:
+        lines.append(f"  {'!' if cause.seen else '-'} {cause.name}: {cause.evidence}")
+        lines.append(f"      {cause.advice}")
+    typer.echo(os.linesep.join(lines))
+
+
+def counted(steps: int) -> str:
+    return f"{steps} step{'' if steps == 1 else 's'}"
+
+
+def draw(answer: Answer, path: Path) -> None:
+    from dash_attn.tools.viz.parted import picture
+
+    rank = answer.a[0].rank if answer.difference is None else answer.difference.rank
+    pair = next(pair for pair in zip(answer.a, answer.b, strict=True) if pair[0].rank == rank)
+    picture(*pair, answer.difference, path)

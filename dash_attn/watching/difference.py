@@ -1,0 +1,235 @@
+"""The first tensor in which two records differ, and the operation that made it. Needs numpy alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dash_attn.watching.files import Record, Row, Step
+
+EQUAL, DIFFERS, MISSING = 0, 1, 2
+State = npt.NDArray[np.int8]
+PASSES = ("data", "forward", "recompute")  # phases whose rows are inputs and outputs of modules
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first row that differs, and its number in the step.
+
+    `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs. `generators` are random states that
+    differ, with the step in which they first do.
+    """
+
+    rank: int
+    step: int
+    index: int
+    row: Row
+    form: str  # dtype and shape
+    other_form: str  # in the other run; empty if that run has no such tensor
+    topic: str
+    operation: str
+    inputs: tuple[str, ...]
+    steps_equal: int
+    generators: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def direction(self) -> str:
+        return DIRECTIONS[self.row.phase]
+
+    @property
+    def tensor(self) -> str:
+        return described(self.row)
+
+
+DIRECTIONS = {
+    "start": "before the first step",
+    "data": "before the forward",
+    "forward": "forward",
+    "recompute": "forward, computed again in the backward",
+    "backward": "backward",
+    "reduce": "between backward and update",
+    "update": "update",
+}
+
+
+def first_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference | None:
+    """The earliest difference over all processes of a run."""
+    if len(a) != len(b):
+        raise ValueError(f"the runs have {len(a)} and {len(b)} processes")
+    partings = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
+    return min(partings, key=lambda each: (each.step, each.index), default=None)
+
+
+def common_steps(a: Record, b: Record) -> list[int]:
+    return sorted(a.steps.keys() & b.steps.keys())
+
+
+def states(a: Step, b: Step) -> State:
+    """For each row of `a`: is it equal in `b`, does it differ, or is it missing? A random state counts as equal: one
+    that nothing draws from may differ, and one that something draws from shows in what was drawn."""
+    state = _states(a, b)
+    state[[row.phase == "random" for row in a.rows]] = EQUAL
+    return state
+
+
+def _states(a: Step, b: Step) -> State:
+    if a.rows == b.rows and a.forms == b.forms:
+        places = [row.place for row in a.rows]
+        return np.asarray(a.values[places] != b.values[places], np.int8)
+    others = {key: row for key, row in zip(keys(b), b.rows, strict=True)}
+    state = np.full(len(a.rows), MISSING, np.int8)
+    for index, (key, row) in enumerate(zip(keys(a), a.rows, strict=True)):
+        if (other := others.get(key)) is not None:
+            same = a.form(row) == b.form(other) and a.values[row.place] == b.values[other.place]
+            state[index] = EQUAL if same else DIFFERS
+    return state
+
+
+def keys(step: Step) -> Iterator[tuple[str, str, str, int]]:
+    """The name of each row in its step: a module that runs several times has several rows of one name."""
+    times: Counter[tuple[str, str, str]] = Counter()
+    for row in step.rows:
+        times[row[:3]] += 1
+        yield *row[:3], times[row[:3]]
+
+
+def described(row: Row) -> str:
+    """The tensor of a row in words."""
+    return f"gradient of {row.tensor}" if row.phase == "backward" else row.tensor
+
+
+def shown(module: str) -> str:
+    return module or "the model"
+
+
+def _first(a: Record, b: Record) -> Difference | None:
+    for count, number in enumerate(common_steps(a, b)):
+        one, two = a.steps[number], b.steps[number]
+        state = states(one, two)
+        if state.any():
+            index = int(np.flatnonzero(state)[0])
+        elif (extra := states(two, one)).any():
+            one, two, index = two, one, int(np.flatnonzero(extra)[0])
+        else:
+            continue
+        difference = _difference(a.rank, one, two, index, count)
+        return replace(difference, generators=tuple(_generators(a, b, difference)))
+    return None
+
+
+def _generators(a: Record, b: Record, difference: Difference) -> Iterator[tuple[str, int]]:
+    """Random states that differ up to the step of the difference, and that something draws from."""
+    steps = [number for number in common_steps(a, b) if number <= difference.step]
+    since, values = dict[str, int](), dict[str, set[int]]()
+    for number in steps:
+        for row, state in zip(a.steps[number].rows, _states(a.steps[number], b.steps[number]), strict=True):
+            if row.phase == "random":
+                values.setdefault(row.tensor, set()).add(int(a.steps[number].values[row.place]))
+                if state:
+                    since.setdefault(row.tensor, number)
+    for name, number in since.items():
+        # torch seeds its generators alike in every process. Others differ unless the script seeds them.
+        drawn = len(values[name]) > 1 or (number == steps[-1] and difference.topic in ("data", "weights"))
+        if drawn or name.startswith("torch"):
+            yield name, number
+
+
+def _difference(rank: int, one: Step, two: Step, index: int, steps_equal: int) -> Difference:
+    row = one.rows[index]
+    key = list(keys(one))[index]
+    other = next((other for name, other in zip(keys(two), two.rows, strict=True) if name == key), None)
+    if other is None:
+        topic, operation = "structure", "the runs do not call the same modules: only one of them has this tensor"
+        return Difference(rank, one.number, index, row, one.form(row), "", topic, operation, (), steps_equal)
+    topic, operation = _operation(one, index)
+    inputs = tuple(dict.fromkeys(_inputs(one, index)))
+    forms = one.form(row), two.form(other)
+    return Difference(rank, one.number, index, row, *forms, topic, operation, inputs, steps_equal)
+
+
+def _operation(step: Step, index: int) -> tuple[str, str]:
+    """The topic and the operation that computes row `index`."""
+    row = step.rows[index]
+    if row.phase == "start":
+        return "weights", "none: the weights differ before the first step"
+    if row.phase == "data":
+        return "data", "none: the data differ"
+    if row.phase == "reduce":
+        return "reduce", f"what changes gradients between the backward and the update of {_path(row)}"
+    if row.phase == "update":
+        return "update", f"the optimizer's update of {_path(row)}"
+    if row.phase == "backward":
+        return "backward", _backward(step, index)
+    verb = "the forward" if row.phase == "forward" else "the recomputation"
+    if row.tensor.startswith("output") and not _has_parts(step, row.module):
+        return row.phase, f"{verb} of {shown(row.module)}"
+    inside = row.module if row.tensor.startswith("output") else _parent(row.module)
+    return row.phase, f"{verb} of {shown(inside)}, in its own code{_after(step, index)}"
+
+
+def _backward(step: Step, index: int) -> str:
+    row = step.rows[index]
+    if not row.tensor.startswith(("input", "output")):
+        return f"the backward of {shown(row.module)}"
+    readers, outermost = _readers(step, row)
+    if readers:
+        return f"the backward of {' or '.join(readers)}"
+    if outermost:
+        return "the loss, or what else the script computes from the output of the model"
+    inside = _parent(row.module)
+    return f"the backward of {shown(inside)}, in its own code that reads {_path(row)}{_after(step, index)}"
+
+
+def _readers(step: Step, row: Row) -> tuple[list[str], bool]:
+    """The modules without parts that read the tensor of a gradient, and whether it is an output of the whole model."""
+    passed = [other for other in step.rows if other.phase in PASSES]
+    places = {other.place for other in passed if (other.module, other.tensor) == (row.module, row.tensor)}
+    same = [other for other in passed if other.place in places]
+    readers = [o.module for o in same if o.tensor.startswith("input") and not _has_parts(step, o.module)]
+    outer = {other.module for other in step.rows if other.phase == "data" and other.tensor.startswith("input")}
+    whole = any(other.tensor.startswith("output") and other.module in outer for other in same)
+    return list(dict.fromkeys(readers)), whole
+
+
+def _inputs(step: Step, index: int) -> Iterator[str]:
+    """Names of recorded tensors that the operation of row `index` reads. All of them stand before it, and are equal."""
+    row, before = step.rows[index], step.rows[:index]
+    own = row.tensor.rpartition(" of ")[2]
+    phases: tuple[str, ...] = ("backward",)
+    if row.phase in ("forward", "recompute"):
+        modules, phases, start = [row.module] if row.tensor.startswith("output") else [], PASSES, "input"
+    elif row.phase == "backward":
+        parameter = not row.tensor.startswith(("input", "output"))
+        modules, start = [row.module] if parameter else _readers(step, row)[0], "output"
+    elif row.phase == "reduce":
+        modules, start = [row.module], own
+    elif row.phase == "update":
+        modules, phases, start = [row.module], ("reduce",), f"gradient of {own}"
+    else:
+        return
+    inputs = [o for o in before if o.phase in phases and o.module in modules and o.tensor.startswith(start)]
+    for other in inputs or [o for o in before if o.phase in phases][-1:]:
+        yield f"{described(other)} of {shown(other.module)}"
+
+
+def _after(step: Step, index: int) -> str:
+    """What of the same phase is recorded just before."""
+    phases = ("backward",) if step.rows[index].phase == "backward" else PASSES
+    before = next((row for row in reversed(step.rows[:index]) if row.phase in phases), None)
+    return "" if before is None else f", after the {described(before)} of {shown(before.module)}"
+
+
+def _path(row: Row) -> str:
+    return f"{row.tensor} of {shown(row.module)}"
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _has_parts(step: Step, module: str) -> bool:
+    return any(row.module.startswith(f"{module}." if module else "") and row.module != module for row in step.rows)

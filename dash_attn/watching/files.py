@@ -1,0 +1,211 @@
+"""Records on disk: one file for each process of a run.
+
+A file is a signature and frames. A frame has a kind, a size and a checksum, then its bytes:
+
+    E   the environment of the run, as JSON
+    L   a layout, as compressed JSON: the rows of a step, each `[phase, module, tensor, form, place]`
+    S   a step: its number, the number of its layout, its forms as JSON (dtypes and shapes), and 64-bit values
+
+`form` and `place` of a row are places in the forms and the values of a step. Most steps have the layout of the step
+before, also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are
+appended, and a run that was killed leaves a file whose last frame may be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SIGNATURE = b"dash_attn watch 1\n"
+FRAME = struct.Struct("<cII")  # kind, size, checksum
+STEP = struct.Struct("<III")  # number, layout, bytes of the forms
+MOST_KEPT = 256  # layouts that a writer knows again
+MOST_BYTES = 1 << 32  # of a file that is read
+MOST_FRAME = 1 << 26
+MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
+
+PHASES = frozenset({"start", "random", "data", "forward", "recompute", "backward", "reduce", "update"})
+Values = npt.NDArray[np.uint64]
+Environment = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One tensor of a step. Its form (dtype and shape) and its value stand in the step, at these places."""
+
+    phase: str
+    module: str
+    tensor: str
+    form: int
+    place: int
+
+
+Layout = tuple[Row, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Rows of a step, in the order in which they were seen, and the forms and values that they point to."""
+
+    number: int
+    rows: Layout
+    forms: tuple[str, ...]
+    values: Values
+
+    def form(self, row: Row) -> str:
+        return self.forms[row.form]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """What one process of a run has recorded. A file that ends inside a frame is not `complete`."""
+
+    rank: int
+    environment: Environment
+    steps: dict[int, Step]
+    complete: bool
+
+
+class Writer:
+    """Appends to a new file. Every step is in the file when `step` returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file.write(SIGNATURE)
+        self._layouts: dict[Layout, int] = {}
+        self._written = 0
+
+    def environment(self, facts: Environment) -> None:
+        self._frame(b"E", json.dumps(facts).encode())
+
+    def step(self, step: Step) -> None:
+        if step.rows not in self._layouts:
+            if len(self._layouts) == MOST_KEPT:
+                self._layouts.clear()
+            self._layouts[step.rows] = self._written
+            self._written += 1
+            self._frame(b"L", zlib.compress(json.dumps(step.rows).encode()))
+        forms = json.dumps(step.forms).encode()
+        head = STEP.pack(step.number, self._layouts[step.rows], len(forms))
+        self._frame(b"S", head + forms + step.values.astype("<u8").tobytes())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _frame(self, kind: bytes, content: bytes) -> None:
+        self._file.write(FRAME.pack(kind, len(content), zlib.crc32(content)) + content)
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.watch"
+
+
+def load(path: Path) -> Record:
+    """Read a file. A ValueError says in one line what is wrong with it."""
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path}: larger than {MOST_BYTES >> 30} GiB; record fewer steps")
+    try:
+        return _record(path)
+    except (ValueError, LookupError, TypeError, struct.error, zlib.error, RecursionError) as error:
+        raise ValueError(f"{path}: damaged, or no record of dash_attn.watch: {error}") from error
+
+
+def load_run(folder: Path) -> list[Record]:
+    """The records of all processes of a run. Also takes the file of one process."""
+    paths = [folder] if folder.is_file() else sorted(folder.glob("rank*.watch"))
+    if not paths:
+        raise ValueError(f"no record of dash_attn.watch in {folder}")
+    return sorted((load(path) for path in paths), key=lambda record: record.rank)
+
+
+def _record(path: Path) -> Record:
+    layouts, steps, environment = list[Layout](), dict[int, Step](), Environment()
+    with path.open("rb") as file:
+        if file.read(len(SIGNATURE)) != SIGNATURE:
+            raise ValueError("its first line is another")
+        frames = _Frames(file)
+        for kind, content in frames:
+            if kind == b"E":
+                environment = _environment(content)
+            elif kind == b"L":
+                layouts.append(_layout(content))
+            elif kind == b"S":
+                step = _step(content, layouts)
+                steps[step.number] = step
+            else:
+                raise ValueError(f"a frame of the unknown kind {kind!r}")
+    return Record(environment.get("rank", 0), environment, steps, not frames.cut)
+
+
+class _Frames:
+    """Frames of a file, checked. `cut` says whether the file ends inside a frame."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.cut = False
+
+    def __iter__(self) -> Iterator[tuple[bytes, bytes]]:
+        while head := self._file.read(FRAME.size):
+            if len(head) < FRAME.size:
+                self.cut = True
+                return
+            kind, size, checksum = FRAME.unpack(head)
+            if size > MOST_FRAME:
+                raise ValueError(f"a frame of {size} bytes")
+            content = self._file.read(size)
+            if len(content) < size:
+                self.cut = True
+                return
+            if zlib.crc32(content) != checksum:
+                raise ValueError("a checksum is wrong")
+            yield kind, content
+
+
+def _environment(content: bytes) -> Environment:
+    facts = json.loads(content)
+    if not isinstance(facts, dict) or type(facts.get("rank", 0)) is not int:
+        raise ValueError("the environment is damaged")
+    for name in ("variables", "modules"):
+        if not isinstance(facts.get(name, {}), dict):
+            raise ValueError(f"the {name} of the environment are damaged")
+    return facts
+
+
+def _step(content: bytes, layouts: list[Layout]) -> Step:
+    number, layout, size = STEP.unpack_from(content)
+    forms = json.loads(content[STEP.size : STEP.size + size])
+    values = np.frombuffer(content, "<u8", offset=STEP.size + size)
+    if not isinstance(forms, list) or not all(isinstance(form, str) for form in forms):
+        raise ValueError(f"the forms of step {number} are no texts")
+    for row in layouts[layout]:
+        if row.place >= len(values) or row.form >= len(forms):
+            raise ValueError(f"step {number} has too few values or forms")
+    return Step(number, layouts[layout], tuple(forms), values)
+
+
+def _layout(content: bytes) -> Layout:
+    text = zlib.decompressobj().decompress(content, MOST_LAYOUT)
+    if len(text) == MOST_LAYOUT:
+        raise ValueError("a layout is too long")
+    rows = json.loads(text)
+    if not isinstance(rows, list):
+        raise ValueError("a layout is no list")
+    return tuple(_row(row) for row in rows)
+
+
+def _row(row: Any) -> Row:
+    phase, module, tensor, form, place = row
+    texts, numbers = (phase, module, tensor), (form, place)
+    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
+        raise ValueError("a row of a layout is damaged")
+    if phase not in PHASES:
+        raise ValueError("a row of a layout is damaged")
+    return Row(phase, module, tensor, form, place)

@@ -1,0 +1,396 @@
+"""dash_attn.watch: hooks that record a fingerprint of every tensor that passes a module, step by step."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch
+
+from dash_attn.watching import environment
+from dash_attn.watching.files import Row, Step, Writer, path_of
+from dash_attn.watching.fingerprint import plain
+from dash_attn.watching.slots import Slots
+
+PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+Named = tuple[str, str, Tensor]  # module, name in it, tensor
+Place = tuple[int, int]
+
+
+def watch(
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    to: str | PathLike[str],
+    steps: Container[int] | None = None,
+    depth: int | None = None,
+) -> Watcher:
+    """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
+
+    Call it once, after the model is wrapped (DDP, `fully_shard`) and the optimizer is made, before the first step.
+    A step ends with the step of the optimizer; of several optimizers, with the last one's. Without an optimizer a
+    step ends when the next forward starts after a backward. `steps` names the steps to record: all without it, or
+    for example `range(0, 10**9, 100)`. With `depth=2` the inputs and outputs of modules as deep as `blocks.0` are
+    recorded, and not those inside. Parameters and their gradients are always recorded. Every process of a
+    distributed run writes a file of its own. The record is complete after `close()`, which also runs when the
+    process ends.
+    """
+    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    watcher = Watcher(unwrapped(model), Path(to), steps, depth)
+    try:
+        for each in given:
+            watcher.add_optimizer(each)
+    except ValueError:
+        watcher.close()
+        raise
+    return watcher
+
+
+@dataclass
+class _Seen:
+    """A tensor of this step: it is known again while it lives and nothing has been written to it."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    place: Place
+    hooked: bool = False
+
+
+@dataclass
+class _Open:
+    """The step that is being recorded."""
+
+    number: int
+    rows: list[tuple[str, str, str, str, Place]] = field(default_factory=list)
+    slots: Slots = field(default_factory=Slots)
+    seen: dict[int, _Seen] = field(default_factory=dict)
+    began: bool = False
+
+    def step(self) -> Step:
+        """The step as it is written. Its fingerprints have arrived."""
+        starts, forms = self.slots.starts(), dict[str, int]()
+        rows = tuple(
+            Row(phase, module, tensor, forms.setdefault(form, len(forms)), starts[buffer] + place)
+            for phase, module, tensor, form, (buffer, place) in self.rows
+        )
+        return Step(self.number, rows, tuple(forms), self.slots.values())
+
+
+class Watcher:
+    """The hooks of one model and the file that they write to. `watch` makes one."""
+
+    def __init__(self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None) -> None:
+        self._model, self._steps, self._rank = model, steps, environment.rank()
+        self._writer = Writer(path_of(to, self._rank))
+        self._optimizers = list[Optimizer]()
+        self._handles: list[Any] = []
+        self._pending: deque[_Open] = deque()
+        self._gradients: list[Named] = []
+        self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
+        self._open = _Open(0)
+        self._active = self._continued = self._had_backward = self._described = False
+        self._inside = 0
+        self._hook_modules(depth)
+        compile_again()
+        self._frames = environment.compiled_frames()
+        atexit.register(self.close)
+
+    # ---- what scripts call ---------------------------------------------------------------------------------
+
+    def see(self, name: str, value: Any) -> None:
+        """Record tensors that pass no module, for example the targets of a batch."""
+        self._record("data", named("", value, name))
+
+    def end_step(self) -> None:
+        """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
+        if captures():
+            return
+        done, self._continued = self._open, self._recording
+        if done.rows:
+            if not self._described:
+                self._describe()
+            done.slots.send()
+            self._pending.append(done)
+        done.seen.clear()
+        self._open, self._had_backward = _Open(done.number + 1), False
+        while self._pending and self._pending[0].slots.arrived():
+            self._writer.step(self._pending.popleft().step())
+
+    def close(self) -> None:
+        """Remove the hooks, wait for the last fingerprints and close the file."""
+        if not self._handles:
+            return
+        atexit.unregister(self.close)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        compile_again()
+        self.end_step()
+        for step in self._pending:
+            step.slots.wait()
+            self._writer.step(step.step())
+        self._pending.clear()
+        self._writer.close()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Watch another optimizer of the model. A step then ends with the step of this one."""
+        if not self.trains(optimizer):
+            raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
+        self._optimizers.append(optimizer)
+        before, after = unseen(self._before_update), unseen(self._after_update)
+        self._handles.append(optimizer.register_step_pre_hook(before))
+        self._handles.append(optimizer.register_step_post_hook(after))
+
+    def trains(self, optimizer: Optimizer) -> bool:
+        """Has the optimizer a parameter of the model?"""
+        return any(id(parameter) in self._owners for parameter in parameters_of(optimizer))
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- hooks ---------------------------------------------------------------------------------------------
+
+    def _hook_modules(self, depth: int | None) -> None:
+        self._owners: dict[int, tuple[str, str]] = {}
+        for path, module in self._model.named_modules():
+            name = clean(path)
+            if depth is None or len(name.split(".")) <= depth or not name:
+                before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                # Also called after an exception, so that the count of calls inside each other stays right.
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            for own, parameter in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(parameter), (name, own))
+                if parameter.requires_grad:
+                    hook = unseen(partial(self._parameter_gradient, name, own))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        again = recomputes()
+        outermost = self._inside == 0 and not again
+        self._inside += 1
+        if outermost:
+            self._active = torch.is_grad_enabled() and not captures()  # evaluation is no part of a step
+            if self._active:
+                self._begin()
+        if self._active:
+            phase = "recompute" if again else "data" if outermost else "forward"
+            self._pass(phase, [*named(name, args, "input"), *named(name, kwargs, "input")])
+
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self._inside -= 1
+        if self._active:
+            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
+
+    def _pass(self, phase: str, passed: list[Named]) -> None:
+        """Record tensors, and their gradients when these come."""
+        self._record(phase, passed)
+        for module, name, tensor in passed:
+            seen = self._open.seen.get(id(tensor))
+            if tensor.requires_grad and seen is not None and not seen.hooked:
+                seen.hooked = True
+                tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
+
+    def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
+        self._had_backward = True
+        self._record("backward", named(module, gradient, name))
+
+    def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if environment.distributed():  # a reduction may start to write to it as soon as this returns
+            self._gradient(module, name, parameter.grad)
+            return
+        if not self._gradients:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._gradients += named(module, parameter.grad, name)
+
+    def _end_backward(self) -> None:
+        """The gradients of all parameters, in one launch."""
+        self._had_backward, gradients = True, self._gradients
+        self._gradients = []
+        self._record("backward", gradients)
+
+    def _begin(self) -> None:
+        """At the start of an outermost forward."""
+        if self._had_backward and not self._optimizers:
+            self.end_step()
+        if not self._recording:
+            return
+        if not self._open.began and not (self._continued and self._optimizers):
+            self._record("start", self._state())
+        self._open.began = True
+        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+        for name, value in environment.random_states(device):
+            self._open.rows.append(("random", "", name, "", self._open.slots.add_host(value)))
+
+    def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
+        if environment.distributed():
+            self._open.seen.clear()  # a reduction writes to gradients, and their versions do not tell
+        self._record("reduce", [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")])
+
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        state, scalars = list[Named](), dict[str, list[Tensor]]()
+        for parameter in parameters_of(optimizer):
+            module, name = self._owner(parameter)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel() == 1:
+                    # One for each parameter, as Adam's counter of steps: together they are one tensor.
+                    scalars.setdefault(f"{key} {value.dtype} {value.device}", []).append(value.detach().reshape(()))
+                else:
+                    state += named(module, value, f"{key} of {name}")
+        state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
+        last = optimizer is self._optimizers[-1]
+        self._record("update", [*(self._state() if last else ()), *state])
+        if last:
+            self.end_step()
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    @property
+    def _recording(self) -> bool:
+        return (self._steps is None or self._open.number in self._steps) and not captures()
+
+    def _record(self, phase: str, tensors: Sequence[Named]) -> None:
+        """Append a row for each tensor. A tensor that this step has already read is not read again."""
+        if not tensors or not self._recording:
+            return
+        step, places = self._open, dict[int, Place]()
+        fresh: dict[torch.device, list[Tensor]] = {}
+        for _, _, tensor in tensors:
+            place = known(step.seen, tensor)
+            if place is not None:
+                places[id(tensor)] = place
+            else:
+                fresh.setdefault(tensor.device, []).append(tensor)
+        for group in fresh.values():
+            places.update(zip(map(id, group), step.slots.add([plain(tensor) for tensor in group]), strict=True))
+        for module, name, tensor in tensors:
+            step.rows.append((phase, module, name, self._form(tensor), places[id(tensor)]))
+        if phase in PASSING:
+            for tensor in chain.from_iterable(fresh.values()):
+                if not tensor.is_inference():
+                    step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
+
+    def _form(self, tensor: Tensor) -> str:
+        key = tensor.dtype, tensor.shape
+        if key not in self._forms:
+            self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return self._forms[key]
+
+    def _owner(self, parameter: Tensor) -> tuple[str, str]:
+        """The module of a parameter and its name in the module."""
+        return self._owners.get(id(parameter), ("", "a parameter outside the model"))
+
+    def _state(self) -> list[Named]:
+        """The parameters and buffers of the model."""
+        split = [
+            (*clean(path).rpartition(".")[::2], tensor.detach())
+            for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers())
+        ]
+        return [each for module, name, tensor in split for each in named(module, tensor, name)]
+
+    def _describe(self) -> None:
+        """Write the environment as it is after a step, not before the first: scripts set flags late."""
+        facts = {
+            **environment.environment(),
+            "rank": self._rank,  # a process group may end before the record
+            "compiled": environment.compiled_frames() > self._frames,
+            "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
+        }
+        self._writer.environment(facts)
+        self._described = True
+
+
+# ---- tensors and names -------------------------------------------------------------------------------------
+
+
+def named(module: str, value: Any, name: str) -> list[Named]:
+    return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
+
+
+def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter) and is_wrapper(value):
+            parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+            tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
+            for part, inner in tensors.items():
+                yield from tensors_of(inner, name if len(tensors) == 1 else f"{name}.{part}")
+        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name)
+
+
+def is_wrapper(value: Tensor) -> bool:
+    return _python_dispatch.is_traceable_wrapper_subclass(value)
+
+
+def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
+    """The place of a tensor that the step has read, if it is the same tensor with the same values."""
+    entry = seen.get(id(tensor))
+    same = entry is not None and entry.tensor() is tensor and entry.version == tensor._version
+    return entry.place if entry is not None and same else None
+
+
+def unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
+    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def compile_again() -> None:
+    """What torch.compile has compiled does not know of hooks that come or go."""
+    if environment.compiled_frames():
+        torch.compiler.reset()
+
+
+def captures() -> bool:
+    """Is a CUDA graph being captured? Its kernels run later, and again: they must not write to buffers of this step."""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def recomputes() -> bool:
+    """Does a backward run? A forward inside it is that of gradient checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP and torch.compile. Its modules have the same names with and without them."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+def clean(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,144 @@
+"""dash-attn watch and diff: a script as it stands, its record, and what is said about two records."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dash_attn.tools.cli.main import main
+from dash_attn.watching.files import load_run
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--factor", type=float, default=1)
+factor = parser.parse_args().factor
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    x = torch.randn(3, 4)
+    loss = model(x * factor if step == 2 else x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done", __name__)
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    code: Any
+    out: str
+    err: str
+
+
+def watched(script: Path, *arguments: str, to: str) -> Done:
+    """Run `dash-attn watch` in this process, with a record beside the script."""
+    out, err = io.StringIO(), io.StringIO()
+    given = ["--to", str(script.with_name(to)), *arguments]
+    at = given.index("--") if "--" in given else len(given)
+    given[at : at + 1] = [str(script)]
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop:
+        main(["watch", *given])
+    return Done(stop.value.code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of three runs of one script: a and b are equal, c has another batch in step 2."""
+    script = tmp_path_factory.mktemp("watch") / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    for name, factor in (("a", "1"), ("b", "1"), ("c", "1.5")):
+        before = sys.argv, sys.path[0]
+        done = watched(script, "--", "--factor", factor, to=name)
+        assert (done.code, done.out) == (0, "done __main__\n"), done.err
+        assert done.err.startswith("recorded in ") and (sys.argv, sys.path[0]) == before
+    return script.parent
+
+
+def diff(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["diff", *map(str, arguments)])
+    return (stop.value.code, *capsys.readouterr())
+
+
+def test_some_steps_and_modules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "0", to="some").code == 0
+    (record,) = load_run(folder / "some")
+    assert sorted(record.steps) == [1, 3]
+    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {""}
+    code, out, _ = diff(capsys, folder / "a", folder / "some", "--json")
+    assert (code, json.loads(out)["topic"]) == (1, "structure")
+    assert watched(folder / "train.py", "--steps", "x", to="none").code == 2
+
+
+def test_equal_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = diff(capsys, folder / "a", folder / "b")
+    assert code == 0 and out.startswith("no difference in 4 steps")
+    code, out, _ = diff(capsys, folder / "a", folder / "b", "--json")
+    assert (code, json.loads(out)) == (0, {"same": True, "steps": 4, "ranks": 1})
+
+
+def test_the_first_difference_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = diff(capsys, folder / "a", folder / "c", "--map", folder / "map.png")
+    assert code == 1
+    assert "part in step 2" in out and "2 steps before it are equal" in out and "the order of samples" in out
+    assert (folder / "map.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = diff(capsys, folder / "a" / "rank0.watch", folder / "c" / "rank0.watch", "--json")
+    facts = json.loads(out)
+    assert code == 1
+    assert (facts["same"], facts["step"], facts["tensor"], facts["topic"]) == (False, 2, "input", "data")
+    assert {"name", "evidence", "advice", "seen"} == set(facts["causes"][0])
+
+
+def test_a_damaged_record_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    content = bytearray((folder / "a" / "rank0.watch").read_bytes())
+    content[60] ^= 255
+    for number, bad in enumerate((bytes(content), b"", b"PK\x03\x04", b"dash_attn watch 1\nE\xff\xff\xff\xff1234")):
+        path = tmp_path / f"{number}" / "rank0.watch"
+        path.parent.mkdir()
+        path.write_bytes(bad)
+        for given in (path, path.parent):
+            code, out, err = diff(capsys, folder / "a", given)
+            assert (code, out) == (1, ""), err
+            assert err.startswith("dash-attn: error: ") and err.count("\n") == 1 and str(path) in err
+
+
+def test_what_cannot_be_compared(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = diff(capsys, folder / "a", tmp_path / "none")
+    assert code == 2 and "no such file or folder" in err
+    code, _, err = diff(capsys, folder / "a", tmp_path)
+    assert code == 1 and "no record" in err
+
+
+def test_an_error_of_the_script_is_shown_with_its_record(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(f"{SCRIPT}\nraise ValueError('of the script')", encoding="utf-8")
+    done = watched(script, to="r")
+    assert done.code == 1 and "Traceback" in done.err and "ValueError: of the script" in done.err
+    assert len(load_run(tmp_path / "r")[0].steps) == 4
+
+
+def test_a_script_that_exits(tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text(f"{SCRIPT}\nraise SystemExit(3)", encoding="utf-8")
+    assert watched(script, to="r").code == 3
+    assert len(load_run(tmp_path / "r")[0].steps) == 4
+
+
+def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
+    script = tmp_path / "none.py"
+    script.write_text("print(1)", encoding="utf-8")
+    done = watched(script, to="r")
+    assert done.code == 2 and "made no optimizer" in done.err and done.err.count("\n") == 1

@@ -1,0 +1,173 @@
+"""Watching on a GPU: the same fingerprints, no waiting, little time, and a culprit by name: make gpu-test"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import dash_attn
+from dash_attn.watching import fingerprint as by_torch
+from dash_attn.watching.difference import first_difference
+from dash_attn.watching.files import Record, load_run
+from dash_attn.watching.fingerprint import fingerprint, has_triton
+from tests.watching.small import GPT, loss_of
+from tests.watching.test_fingerprint import DTYPES, some
+
+pytestmark = pytest.mark.gpu
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks/watch_overhead.py"
+LENGTH = 4096
+SIZES = [(), (1,), (7,), (0,), (4096, 8), (4096 * 8 + 3,), (3, 333, 77)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fingerprints_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    assert has_triton()
+    for shape in SIZES:
+        tensor = some(dtype, *shape)
+        there = tensor.cuda()
+        assert fingerprint(there) == fingerprint(tensor), shape
+        if tensor.dim() == 3:
+            assert fingerprint(there.transpose(0, 2)) == fingerprint(tensor.transpose(0, 2))
+            assert fingerprint(there[1:, 1:, 3:]) == fingerprint(tensor[1:, 1:, 3:])
+            assert fingerprint(there.flatten()[1:]) == fingerprint(tensor.flatten()[1:])
+
+
+def test_many_tensors_in_one_launch() -> None:
+    tensors = [some(dtype, *shape) for dtype in DTYPES for shape in SIZES]
+    there = [tensor.cuda() for tensor in tensors]
+    for _ in range(2):
+        slots = torch.zeros(len(tensors) + 5, dtype=torch.int64, device="cuda")
+        by_torch.add(there, slots, 5)
+        assert [value % 2**64 for value in slots[5:].tolist()] == [fingerprint(tensor) for tensor in tensors]
+        assert not slots[:5].any()
+
+
+def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_torch, "has_triton", lambda: False)
+    for shape in SIZES:
+        tensor = some(torch.bfloat16, *shape)
+        assert fingerprint(tensor.cuda()) == fingerprint(tensor)
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All of torch's operations repeat their bits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def ordered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return dash_attn.attention(q, k, v, causal=True).transpose(1, 2)
+
+
+def fa4_default(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from flash_attn.cute.interface import flash_attn_func
+
+    out = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
+    return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def run(to: Path, second: Attend, stream: torch.cuda.Stream | None = None) -> list[Record]:
+    """Two steps of a GPT of three blocks. The attention of the block in the middle is given."""
+    torch.manual_seed(0)
+    model = GPT(layers=3, width=1024, heads=16).cuda().bfloat16()
+    for number, block in enumerate(model.blocks):
+        block.attn.attend = second if number == 1 else ordered
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(19, (2, LENGTH + 1), device="cuda")
+    torch.cuda.synchronize()
+    with dash_attn.watch(model, optimizer=optimizer, to=to), torch.cuda.stream(stream):
+        for _ in range(2):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return load_run(to)
+
+
+@pytest.mark.usefixtures("strict")
+def test_attention_in_any_order_is_named(tmp_path: Path) -> None:
+    """One of three layers runs FlashAttention-4 in its default mode, whose backward adds dQ as it comes."""
+    pytest.importorskip("flash_attn.cute.interface")
+    first = run(tmp_path / "first", fa4_default)
+    for number in range(5):
+        parting = first_difference(first, run(tmp_path / str(number), fa4_default))
+        if parting is not None:
+            break
+    assert parting is not None, "FlashAttention-4 repeated its bits in six runs"
+    assert (parting.step, parting.direction) == (0, "backward")
+    assert (parting.row.module, parting.tensor) == ("blocks.1.attn.qkv", "gradient of output")
+    assert parting.operation.startswith("the backward of blocks.1.attn, in its own code")
+
+
+@pytest.mark.usefixtures("strict")
+def test_runs_in_order_are_equal_on_any_stream(tmp_path: Path) -> None:
+    a, b = run(tmp_path / "a", ordered), run(tmp_path / "b", ordered, torch.cuda.Stream())
+    assert first_difference(a, b) is None
+    assert sorted(a[0].steps) == [0, 1] and a[0].environment["device"] == torch.cuda.get_device_name()
+
+
+def test_nothing_waits_for_the_gpu(tmp_path: Path) -> None:
+    """No operation waits, and neither does the end of a step: the GPU still works when the host is done."""
+    model = GPT().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    tokens = torch.randint(19, (4, 17), device="cuda")
+
+    def step() -> None:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+            step()
+            done = torch.cuda.Event()
+            done.record()
+            assert not done.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2, 3]
+
+
+def test_a_graph_that_is_captured_is_left_out(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8).cuda()
+    x = torch.randn(4, 8, device="cuda")
+    with dash_attn.watch(model, to=tmp_path):
+        model(x).sum().backward()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(x)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, model(x))
+    steps = load_run(tmp_path)[0].steps
+    assert [sum(row.phase == "data" for row in step.rows) for step in steps.values()] == [1, 1]
+
+
+@pytest.mark.alone
+def test_overhead() -> None:
+    """A step of a small GPT takes less than 5 % longer if its blocks are watched, with all gradients and weights."""
+    spec = importlib.util.spec_from_file_location("watch_overhead", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for the names of their fields' types
+    spec.loader.exec_module(module)
+    row = module.measure(module.Size(), depth=2, rounds=5)
+    assert row["overhead"] < 0.05, row
