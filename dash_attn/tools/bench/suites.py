@@ -62,11 +62,11 @@ SUITES: dict[str, Suite] = {
         effort=Effort(lead_ms=20.0),
     ),
     "grid_close": Suite(
-        "the grid's contenders by themselves: auto and the paper's order beside FlashAttention-4",
+        "the grid's contenders by themselves: auto, the paper's orders and level beside FlashAttention-4",
         cases.grid,
         lambda: cases.grid(lengths=(512, 4096, 16384)),
         FEW,
-        policies=("auto", "shift:64", "symmetric_shift:64"),
+        policies=("auto", "shift:64", "symmetric_shift:64", "level"),
         unordered=False,
         effort=Effort(31, 250.0, 20.0),
     ),
