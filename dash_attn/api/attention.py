@@ -50,7 +50,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
                 grads = ctx.prepared.backward(operands)
-            dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
+            dq, dk, dv = differentiable_once(grads, dout, q, k, v)
         else:
             dq, dk, dv = ctx.prepared.backward(operands)
         return dq, dk, dv, None  # autograd drops the gradient of a tensor that needs none
@@ -80,12 +80,12 @@ class TracedAttention(torch.autograd.Function):
         with torch.no_grad():
             grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed, *ctx.order)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            grads = _differentiable_once(grads, dout, *ctx.saved_tensors[:3])
+            grads = differentiable_once(grads, dout, *ctx.saved_tensors[:3])
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return dq, dk, dv, None, None, None
 
 
-def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+def differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients, with an error in place of their derivative by the inputs."""
     refusing: tuple[Tensor, ...] = Once.apply(grads, *inputs)  # type: ignore[no-untyped-call]
     return refusing
@@ -201,18 +201,18 @@ def attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
     """The output of `attention`, and the log-sum-exp."""
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     if torch.compiler.is_compiling():
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), _order(asked)))
+        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), order_of(asked)))
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if _is_watched(q, k, v):
-        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
+        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), order_of(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
     return _apply(q, k, v, prepared)
@@ -250,7 +250,7 @@ def _traced(
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
-def _order(asked: Arguments) -> Order:
+def order_of(asked: Arguments) -> Order:
     if isinstance(asked.policy, Program):
         raise NotImplementedError(
             "policy is a program, which torch.compile, dispatch modes and tensor subclasses do not take: give the name "
@@ -259,7 +259,7 @@ def _order(asked: Arguments) -> Order:
     return Order(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast the tensors to the dtype of autocast if it is on for their device, as torch's own attention does."""
     kind = getattr(getattr(tensors[0], "device", None), "type", "")
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
