@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,32 +19,63 @@ Arrival = Callable[[], Tensor]  # waits for a tensor that is under way
 
 @dataclass(frozen=True)
 class Axis:
-    """A process group: its name in torch, its size and the number of this process in it. One rank has no name."""
+    """Some ranks of a process group, in the order of their numbers there.
 
-    name: str = ""
-    size: int = 1
-    number: int = 0
+    name     the name of the group in torch
+    members  the numbers of the ranks in the group
+    number   this process among the members
+    total    ranks of the group
+    """
+
+    name: str
+    members: tuple[int, ...]
+    number: int
+    total: int
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Axis:
-        return Axis(group.group_name, group.size(), group.rank())
+        return Axis(group.group_name, tuple(range(group.size())), group.rank(), group.size())
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(self.name)  # type: ignore[arg-type]
-        return group
+        return _group(self.name)
+
+    def part(self, members: tuple[int, ...]) -> Axis:
+        """The axis of some members, of which this process is one."""
+        chosen = tuple(self.members[i] for i in members)
+        return replace(self, members=chosen, number=members.index(self.number))
 
     def all_gather(self, x: Tensor) -> Arrival:
-        """Start to gather the tensors of all ranks. They have the same shape and get a new first dimension."""
+        """Start to gather the tensors of all members. They have the same shape and get a new first dimension."""
+        if self.size < self.total:  # torch gathers from whole groups only
+            arrival = self.exchange(x.flatten().repeat(self.size), [x.numel()] * self.size, [x.numel()] * self.size)
+            return lambda: arrival().view(self.size, *x.shape)
         parts = x.new_empty(self.size * x.numel())
         work = _all_gather(parts, x.flatten(), group=self.group, async_op=True)
         return _arrival(parts.view(self.size, *x.shape), work)
 
     def exchange(self, sent: Tensor, sizes: list[int], expected: list[int]) -> Arrival:
-        """Start to send `sizes` numbers to the ranks, one part after the other, and to receive the expected ones."""
+        """Start to send `sizes` numbers to the members, one part after the other, and to receive the expected ones."""
         parts = sent.new_empty(sum(expected))
-        work = dist.all_to_all_single(parts, sent, expected, sizes, group=self.group, async_op=True)
+        counts = self._of_group(expected), self._of_group(sizes)
+        work = dist.all_to_all_single(parts, sent, *counts, group=self.group, async_op=True)
         return _arrival(parts, work)
+
+    def _of_group(self, sizes: list[int]) -> list[int]:
+        """One number for each rank of the group: 0 for those that are no members."""
+        every = [0] * self.total
+        for member, size in zip(self.members, sizes, strict=True):
+            every[member] = size
+        return every
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group
 
 
 def _arrival(parts: Tensor, work: dist.Work) -> Arrival:
@@ -56,9 +86,6 @@ def _arrival(parts: Tensor, work: dist.Work) -> Arrival:
     return finish
 
 
-ALONE = Axis()
-
-
 @dataclass(frozen=True)
 class Ranks:
     """All ranks of a call, as a grid of one or two dimensions. The numbers of neighbours differ in the last one."""
@@ -67,7 +94,7 @@ class Ranks:
 
     @staticmethod
     def named(names: tuple[str, ...]) -> Ranks:
-        return Ranks(tuple(Axis.of(Axis(name).group) for name in names))
+        return Ranks(tuple(Axis.of(_group(name)) for name in names))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,24 +131,16 @@ class Ranks:
         return [bytes(part[:length].tolist()).decode() for part, length in zip(parts, lengths, strict=True)]
 
     def split(self, ways: int) -> tuple[Axis, Axis]:
-        """The axis over heads, `ways` neighbours, and the axis over tokens. It is a collective call the first time."""
+        """The axis over heads, which are `ways` neighbours, and the axis over tokens.
+
+        No group is made here: ranks that belong to different numbers of groups would not agree on its name.
+        """
         if len(self.axes) == 2:
             return self.axes[1], self.axes[0]
-        whole = self.axes[0]
-        if ways == 1:
-            return ALONE, whole
-        if ways == whole.size:
-            return whole, ALONE
-        return _subgroups(whole, ways)
-
-
-@lru_cache(maxsize=16)
-def _subgroups(whole: Axis, ways: int) -> tuple[Axis, Axis]:
-    members = dist.get_process_group_ranks(whole.group)
-    first = whole.number - whole.number % ways
-    rows = members[first : first + ways], members[whole.number % ways :: ways]
-    heads, tokens = (dist.new_group(list(row), use_local_synchronization=True) for row in rows)
-    return Axis.of(heads), Axis.of(tokens)
+        (whole,) = self.axes
+        first = whole.number - whole.number % ways
+        heads = whole.part(tuple(range(first, first + ways)))
+        return heads, whole.part(tuple(range(whole.number % ways, whole.size, ways)))
 
 
 def ranks_of(group: Group) -> Ranks:

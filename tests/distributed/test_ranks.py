@@ -1,0 +1,111 @@
+"""Context parallel attention has the bits of one process, on 1, 2, 4 and 8 ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import jobs
+from tests.distributed.jobs import Case
+from tests.distributed.pool import Pool
+
+SIZES = (1, 2, 4, 8)
+SMALL = 1  # bytes of a chunk: every kv head is gathered by itself
+LARGE = 2**30
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(max(SIZES))
+    yield pool
+    pool.close()
+
+
+PACK = [0, 5, 5, 22, 23, 48]
+
+CASES = {
+    "full": Case(heads=(8, 4)),
+    "causal": Case(batch=2, heads=(8, 4), arguments={"causal": True}),
+    "window": Case(dtype=torch.float32, arguments={"causal": True, "window": (9, 0)}),
+    "pack": Case(heads=(4, 2), arguments={"cu_seqlens": PACK}),
+    "causal pack": Case(heads=(8, 4), arguments={"cu_seqlens": PACK, "causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mode_layout_and_number_of_ranks_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
+    assert pool.run(jobs.equal_everywhere, CASES[name], SIZES, SMALL)[0] == {}
+
+
+def random_case(seed: int) -> Case:
+    chance = random.Random(seed)
+    heads_kv = chance.choice([1, 2, 3, 4, 8])
+    lengths = chance.choice([(n, n) for n in (1, 7, 40, 65)] + [(33, 50), (50, 33), (16, 3)])
+    arguments: dict[str, Any] = {"causal": chance.random() < 0.6}
+    if chance.random() < 0.4:
+        arguments["window"] = chance.choice([(8, 0), (5, 6), (0, 20)])
+    if chance.random() < 0.5:
+        count = chance.randint(1, 5)
+        cuts = [sorted(chance.randint(0, n) for _ in range(count)) for n in lengths]
+        arguments |= {"cu_seqlens": [0, *cuts[0], lengths[0]], "cu_seqlens_k": [0, *cuts[1], lengths[1]]}
+    return Case(
+        chance.choice([1, 2]),
+        lengths,
+        (heads_kv * chance.choice([1, 2]), heads_kv),
+        chance.choice([8, 20]),
+        chance.choice([torch.float32, torch.bfloat16, torch.float16]),
+        chance.choice([16, 32]),
+        arguments,
+        seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(pool: Pool, seed: int) -> None:
+    case = random_case(seed)
+    size = SIZES[1 + seed % 3]
+    assert pool.run(jobs.equal_everywhere, case, (size,), (SMALL, LARGE)[seed % 2])[0] == {}, case
+
+
+WRONG: list[tuple[list[dict[str, Any]], str]] = [
+    ([{}, {"causal": True}, {}, {}], "window (left, right) is (-1, -1) on ranks 0, 2, 3, (-1, 0) on rank 1"),
+    ([{"mode": "a2a"}] * 3 + [{"mode": "all_gather"}], "number of ranks that share heads (mode)"),
+    ([{"layout": "zigzag"}, *[{"layout": "contiguous"}] * 3], "panels and layout is (16, 'zigzag') on rank 0"),
+    ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.bfloat16 on ranks 1, 2, 3"),
+    ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),
+    ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number or None, got 'no'"),
+    ([{"rows": 3}, *[{}] * 3], "q has [3, 12, 12, 12] tokens on the ranks"),
+    ([{"panels": 8}] * 3 + [{"panels": 16}], "panels and layout"),
+]
+
+
+def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
+    said = pool.run(jobs.own_arguments, [arguments for arguments, _ in WRONG], 4)
+    for number, (_, message) in enumerate(WRONG):
+        for rank in range(4):
+            assert message in said[rank][number]
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile"])
+def test_training(pool: Pool, way: str, mode: str) -> None:
+    assert pool.run(jobs.in_training, way, mode) == [[]] * len(pool.pipes)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
+    limit = 10.0
+    pool = Pool(2, limit)
+    try:
+        pool.start(jobs.die_or_wait, where)
+        survivor, dead = pool.results()
+        assert dead is None
+        error, seconds = survivor
+        assert error != "no error"
+        assert seconds < 2 * limit
+    finally:
+        pool.close()
