@@ -64,21 +64,22 @@ def context_parallel_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dash_attn.attention` over tokens that lie on several ranks. Every rank gives its own tokens, as `shard` cuts them.
+    """`dash_attn.attention` over tokens that lie on several ranks. Each rank gives its own, as `shard` cuts them.
 
-    out, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. They are the
-    same for every number of ranks, mode and layout. All ranks of the group call the function at the same time and with
-    the same arguments, also for the backward.
+    out, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. The number
+    of ranks, the mode and the layout do not change them. All ranks of the group call the function at the same time and
+    with the same arguments. They also run the backward at the same time.
 
     group    a process group, or None for all processes. A DeviceMesh of two dimensions gives heads to the ranks of its
              last dimension and tokens to those of its first one
-    mode     'a2a': ranks exchange tokens for heads, as in Ulysses. If the kv heads are too few for all ranks, some ranks
-             share their heads and gather keys and values. 'all_gather': every rank gathers all keys and values.
-             'a2a+all_gather': both, on a mesh of two dimensions. 'auto': 'a2a', or 'a2a+all_gather' on such a mesh
+    mode     'a2a': ranks exchange tokens for heads, as in Ulysses. If the number of ranks does not divide the kv heads,
+             fewer ranks share the heads, and keys and values are gathered as in 'all_gather'. 'all_gather': every rank
+             gathers all keys and values, some heads at a time. 'a2a+all_gather': both, on a mesh of two dimensions.
+             'auto': 'a2a', or 'a2a+all_gather' on such a mesh
     layout   'zigzag': each rank has early and late tokens, so that causal work is equal. 'contiguous': neighbours
-    panels   the tokens are cut into this number of ranges, and each rank holds whole ranges. The number fixes the bits.
-             None means 16, which 1, 2, 4 and 8 ranks share. For other numbers of ranks it means the least multiple of
-             2 * ranks from 16 on; give a number that suits all your runs if they shall be equal
+    panels   the tokens are cut into this number of ranges, and each rank holds whole ranges. The number changes the
+             bits. None means 16 for 1, 2, 4 and 8 ranks, and for other numbers of ranks the least multiple of 2 * ranks
+             that is not below 16. Give a number if runs on different numbers of ranks are to be equal
 
     cu_seqlens has the ends of the sequences in the whole pack, on every rank the same. The other arguments are as in
     `dash_attn.attention`.
@@ -119,16 +120,16 @@ def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
     is_grid = len(ranks.axes) == 2
     if is_grid != (mode == "a2a+all_gather") and mode != "auto":
         raise ValueError(
-            f"mode {mode!r} goes with {'one dimension' if is_grid else 'a DeviceMesh of two dimensions'}: give mode='auto' "
-            "or another group"
+            f"mode {mode!r} needs a group of {'one dimension' if is_grid else 'two dimensions, a DeviceMesh'}: give "
+            "another group, or mode='auto'"
         )
     if not is_grid:
         return 1 if mode == "all_gather" else math.gcd(heads_kv, ranks.size)
     ways = ranks.axes[1].size
     if heads_kv % ways:
         raise ValueError(
-            f"k has {heads_kv} heads, which the {ways} ranks of the last dimension of the mesh cannot share: give a mesh "
-            "whose last dimension divides them"
+            f"k has {heads_kv} heads, which the {ways} ranks of the last dimension of the mesh cannot share: give a "
+            "mesh whose last dimension divides them"
         )
     return ways
 

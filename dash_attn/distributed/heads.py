@@ -18,8 +18,8 @@ from dash_attn.distributed.ranks import Arrival, Axis
 class Heads:
     """One token dimension on the axis over heads.
 
-    Before `spread` a rank has its own tokens and all heads. After it, a rank has the tokens of all ranks of the axis, in
-    ascending order, and its own block of heads.
+    Before `spread` a rank has its own tokens and all heads. After it, the rank has the tokens of all ranks of the axis,
+    in ascending order, and its own block of heads.
     """
 
     axis: Axis
@@ -38,14 +38,14 @@ class Heads:
         """(batch, own tokens, heads, dim) to (batch, tokens, own heads, dim)."""
         batch, _, heads, dim = x.shape
         heads //= self.axis.size
-        sent = x.unflatten(2, (self.axis.size, heads)).permute(2, 0, 1, 3, 4)
+        sent = x.reshape(batch, -1, self.axis.size, heads, dim).permute(2, 0, 1, 3, 4)
         sizes = [batch * length * heads * dim for length in self.lengths]
         arrived = self.axis.exchange(sent.flatten(), [sizes[self.axis.number]] * self.axis.size, sizes)
 
         def finish() -> Tensor:
             parts = [
                 part.view(batch, length, heads, dim)
-                for part, length in zip(arrived().split(sizes), self.lengths, strict=True)
+                for part, length in zip(torch.split(arrived(), sizes), self.lengths, strict=True)
             ]
             rows = [parts[rank][:, begin:end] for rank, (begin, end) in self.pieces]
             return torch.cat(rows or parts, 1)

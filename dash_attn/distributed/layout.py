@@ -42,7 +42,8 @@ class Layout:
         parts = self.ranks if self.name == "contiguous" or self.ranks == 1 else 2 * self.ranks
         if self.panels % parts:
             raise ValueError(
-                f"panels must be a multiple of {parts} for layout {self.name!r} on {self.ranks} ranks, got {self.panels}"
+                f"panels must be a multiple of {parts} for layout {self.name!r} on {self.ranks} ranks; got "
+                f"{self.panels}"
             )
 
     @cached_property

@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from dash_attn import __version__
 from dash_attn.api.arguments import Arguments, documents_of, pose, wants_determinism
 from dash_attn.api.calls import read
 from dash_attn.api.ops import Order, Posed
-from dash_attn.backends import Gradients, Operands, Options
+from dash_attn.backends import Gradients, Operands, Options, backend_for
 from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.meeting import meet
@@ -147,8 +146,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor,
 
 @backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-    ways, (_, rows) = Terms.read(str(others[-2])).ways, others[-1]  # type: ignore[misc]
-    dk, dv = (x.new_empty((x.shape[0], rows, x.shape[2] * ways, x.shape[3])) for x in (k, v))
+    terms, (_, own_k) = str(others[-2]), cast(Sequence[int], others[-1])
+    ways = Terms.read(terms).ways
+    dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
     return dout.new_empty(dout.shape), dk, dv
 
 
@@ -160,7 +160,7 @@ def _agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: 
     lengths = meet(
         ranks,
         {
-            "version of dash_attn": __version__,
+            "software": backend_for(shape.device).software(),
             "shape of q (batch, heads, dim)": (shape.batch, shape.heads[0], shape.dim),
             "number of heads of k": shape.heads[1],
             "dtype": shape.dtype,
@@ -177,7 +177,7 @@ def _agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: 
         rows,
         shape.device,
     )
-    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), ranks)  # type: ignore[arg-type]
+    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), ranks)
 
 
 @lru_cache(maxsize=256)
@@ -189,13 +189,14 @@ def _call(
     ranks: Ranks,
 ) -> Call:
     said = Terms.read(terms)
-    layout = Layout(said.layout, ranks.size, said.order.panels)
+    panels = said.order.panels
+    layout = Layout(said.layout, ranks.size, panels)
     totals = tuple(sum(each) for each in zip(*rows, strict=True))
     for name, mine, total in zip(("q", "k"), zip(*rows, strict=True), totals, strict=True):
         if list(mine) != layout.lengths(total):
             raise ValueError(
-                f"{name} has {list(mine)} tokens on the ranks, where layout {said.layout!r} with {said.order.panels} panels "
-                f"puts {layout.lengths(total)}: cut it with dash_attn.distributed.shard"
+                f"{name} has {list(mine)} tokens on the ranks, where layout {said.layout!r} with {panels} panels puts "
+                f"{layout.lengths(total)}: cut it with dash_attn.distributed.shard"
             )
     heads, tokens = ranks.split(said.ways)
     whole_q, whole_k = (
@@ -203,13 +204,8 @@ def _call(
         for total, count in zip(totals, shape.heads, strict=True)
     )
     packing = documents_of(Arguments(cu_q=cu[0], cu_k=cu[1]), whole_q, whole_k)
-    problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, said.order.panels)
+    problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels)
     options = Options(bool(said.order.deterministic), said.order.sm_margin)
-    return Call(
-        *(Heads.of(heads, layout, total, ranks.number) for total in totals),
-        Tokens(
-            prepare(problem, said.order.policy, options, shape.device),
-            tokens,
-            Layout(said.layout, tokens.size, said.order.panels),
-        ),
-    )
+    whole = prepare(problem, said.order.policy, options, shape.device)
+    q, k = (Heads.of(heads, layout, total, ranks.number) for total in totals)
+    return Call(q, k, Tokens(whole, tokens, Layout(said.layout, tokens.size, panels)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,8 +75,7 @@ class Axis:
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return group
+    return c10d._resolve_process_group(name)  # type: ignore[arg-type,attr-defined]
 
 
 def _arrival(parts: Tensor, work: dist.Work) -> Arrival:
@@ -150,11 +150,11 @@ def ranks_of(group: Group) -> Ranks:
             raise ValueError(f"group must be a DeviceMesh of one or two dimensions, got {group.ndim}: slice it by name")
         groups = [group.get_group(dim) for dim in range(group.ndim)]
     else:
-        groups = [dist.group.WORLD if group is None else group]
-    for each in groups:
-        if not isinstance(each, dist.ProcessGroup):
+        given = dist.group.WORLD if group is None else group
+        if not isinstance(given, dist.ProcessGroup):
             raise ValueError(
                 "group must be a process group that this process belongs to, a DeviceMesh, or None after "
-                f"torch.distributed.init_process_group(); got {each!r}"
+                f"torch.distributed.init_process_group(); got {given!r}"
             )
+        groups = [given]
     return Ranks(tuple(map(Axis.of, groups)))

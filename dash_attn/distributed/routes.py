@@ -100,9 +100,7 @@ def _firsts(length: int, layout: Layout) -> list[int]:
     return firsts
 
 
-def _sums(
-    problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int, Panel]]], to: int
-) -> tuple[Sum, ...]:
+def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int, Panel]]], to: int) -> tuple[Sum, ...]:
     """The sums over the keys of rank `to`, in ascending order of its rows."""
     held, length = layout.held(problem.len_k, to), layout.lengths(problem.len_k)[to]
     counts, sums = [0] * layout.ranks, list[Sum]()

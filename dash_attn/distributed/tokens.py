@@ -138,7 +138,7 @@ class Tokens:
         arrival = self.axis.exchange(sent, sizes, expected)
 
         def finish() -> KeySums:
-            arrived = [part.view(2, 1, -1, *model.shape[2:]) for part in arrival().split(expected)]
+            arrived = [part.view(2, 1, -1, *model.shape[2:]) for part in torch.split(arrival(), expected)]
             into = KeySums(*[torch.zeros_like(model, memory_format=torch.contiguous_format) for _ in range(2)])
             flat = [x.flatten(0, 1).unsqueeze(0) for x in into]
             for each in routes.sums:

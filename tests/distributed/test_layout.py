@@ -23,13 +23,14 @@ def layouts(draw: st.DrawFn) -> Layout:
 @given(layouts(), st.integers(0, 200))
 @examples(100)
 def test_every_token_lies_on_one_rank(layout: Layout, length: int) -> None:
-    held = [row for rank in range(layout.ranks) for begin, end in layout.held(length, rank) for row in range(begin, end)]
-    assert sorted(held) == list(range(length))
-    assert [sum(end - begin for begin, end in layout.held(length, rank)) for rank in range(layout.ranks)] == (
-        layout.lengths(length)
-    )
-    own = [[row for begin, end in layout.held(length, rank) for row in range(begin, end)] for rank in range(layout.ranks)]
+    own = [rows_of(layout, length, rank) for rank in range(layout.ranks)]
+    assert sorted(row for rows in own for row in rows) == list(range(length))
+    assert [len(rows) for rows in own] == layout.lengths(length)
     assert [own[rank][row] for rank, rows in layout.pieces(length) for row in range(*rows)] == list(range(length))
+
+
+def rows_of(layout: Layout, length: int, rank: int) -> list[int]:
+    return [row for begin, end in layout.held(length, rank) for row in range(begin, end)]
 
 
 def test_layouts_as_others_know_them() -> None:
@@ -61,7 +62,7 @@ def test_usual_panels() -> None:
     ("name", "ranks", "panels", "message"),
     [
         ("ring", 2, 16, "layout must be one of zigzag, contiguous"),
-        ("zigzag", 8, 8, "panels must be a multiple of 16 for layout 'zigzag' on 8 ranks, got 8"),
+        ("zigzag", 8, 8, "panels must be a multiple of 16 for layout 'zigzag' on 8 ranks; got 8"),
         ("contiguous", 4, 6, "panels must be a multiple of 4"),
         ("zigzag", 1, 0, "panels must be a whole number from 1"),
     ],
@@ -78,7 +79,9 @@ def problems(draw: st.DrawFn) -> Problem:
     batch = draw(st.integers(1, 2))
     if draw(st.booleans()):
         batch, count = 1, draw(st.integers(1, 5))
-        cuts = [sorted(draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1))) for n in (len_q, len_k)]
+        cuts = [
+            sorted(draw(st.lists(st.integers(0, n), min_size=count - 1, max_size=count - 1))) for n in (len_q, len_k)
+        ]
         mask &= documents([0, *cuts[0], len_q], [0, *cuts[1], len_k])
     return Problem(batch, 2, 1, len_q, len_k, mask=mask)
 
@@ -115,7 +118,11 @@ def test_routes_bring_every_sum_to_its_keys(problem: Problem, layout: Layout) ->
                     assert own[one.rows[0] + row] == key
                     contributions.setdefault(key, []).append((part.source, query))
     expected: dict[int, list[tuple[int, int]]] = {}
-    where = {whole(problem, layout, rank, panel.q_row): (rank, panel.q_row) for rank, r in enumerate(routes) for panel in r.panels}
+    where = {
+        whole(problem, layout, rank, panel.q_row): (rank, panel.q_row)
+        for rank, r in enumerate(routes)
+        for panel in r.panels
+    }
     for panel in reversed(problem.panel_list):
         if panel.len_q:
             for key in range(panel.k_row, panel.k_row + panel.len_k):
