@@ -50,7 +50,7 @@ class Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
                 grads = ctx.prepared.backward(operands)
-            dq, dk, dv = differentiable_once(grads, dout, q, k, v)
+            dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
         else:
             dq, dk, dv = ctx.prepared.backward(operands)
         return dq, dk, dv, None  # autograd drops the gradient of a tensor that needs none
@@ -80,12 +80,12 @@ class TracedAttention(torch.autograd.Function):
         with torch.no_grad():
             grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed, *ctx.order)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            grads = differentiable_once(grads, dout, *ctx.saved_tensors[:3])
+            grads = _differentiable_once(grads, dout, *ctx.saved_tensors[:3])
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return dq, dk, dv, None, None, None
 
 
-def differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
     """The gradients, with an error in place of their derivative by the inputs."""
     refusing: tuple[Tensor, ...] = Once.apply(grads, *inputs)  # type: ignore[no-untyped-call]
     return refusing

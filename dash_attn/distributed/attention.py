@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of
-from dash_attn.api.attention import autocast, differentiable_once, order_of
+from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
+from dash_attn.api.attention import autocast, order_of
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.ops import Posed
+from dash_attn.backends import backend_for
 from dash_attn.distributed import ops
 from dash_attn.distributed.layout import Layout, usual_panels
 from dash_attn.distributed.meeting import refuse
@@ -37,10 +38,11 @@ class ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
-            grads = ops.backward(dout, *ctx.saved_tensors, ctx.terms, ctx.rows)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            grads = differentiable_once(grads, dout, *ctx.saved_tensors[:3])
+            raise NotImplementedError(
+                "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
+            )
+        grads = ops.backward(dout, *ctx.saved_tensors, ctx.terms, ctx.rows)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return dq, dk, dv, None, None, None
 
@@ -88,14 +90,8 @@ def context_parallel_attention(
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
-    try:
-        terms = _terms(q, k, v, asked, (ranks, mode, layout))
-    except (ValueError, NotImplementedError) as error:
-        if isinstance(q, Tensor) and not torch.compiler.is_compiling():
-            refuse(ranks, error, q.device)
-        raise
-    cu = tuple(_row(x) for x in (cu_seqlens, cu_seqlens_k))
-    packed = q.ndim == 3
+    terms = terms_of(q, k, v, asked, (ranks, mode, layout))
+    packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     out, lse = ContextParallel.apply(q, k, v, *cu, terms.text())  # type: ignore[no-untyped-call]
@@ -104,13 +100,21 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def _terms(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Ranks, str, str]) -> Terms:
+def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Ranks, str, str]) -> Terms:
     """The checked arguments of this rank. torch.compile traces this."""
-    check_arguments(q, k, v, asked)
     ranks, mode, layout = spot
-    Layout(layout, ranks.size, asked.panels)  # it checks the panels
-    ways = _ways(ranks, mode, k.shape[-2])
-    return Terms(Posed.of(mask_of(asked), asked.scale), order_of(asked), ranks.names, ways, layout)
+    try:
+        check_arguments(q, k, v, asked)
+        Layout(layout, ranks.size, asked.panels)  # it checks the panels
+        ways = _ways(ranks, mode, k.shape[-2])
+        posed = Posed.of(mask_of(asked), asked.scale)
+        if not torch.compiler.is_compiling():
+            backend_for(q.device)
+    except (ValueError, NotImplementedError) as error:
+        if isinstance(q, Tensor) and not torch.compiler.is_compiling():
+            refuse(ranks, error, q.device)
+        raise
+    return Terms(posed, order_of(asked), ranks.names, ways, layout)
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
@@ -132,7 +136,3 @@ def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
             "mesh whose last dimension divides them"
         )
     return ways
-
-
-def _row(given: Boundaries | None) -> Tensor | None:
-    return given if given is None or isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)

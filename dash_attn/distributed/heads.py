@@ -34,11 +34,19 @@ class Heads:
         pieces = ((rank - first, rows) for rank, rows in layout.pieces(length) if 0 <= rank - first < axis.size)
         return Heads(axis, tuple(own), tuple(pieces))
 
+    def spread_numbers(self, batch: int, width: int) -> int:
+        """The numbers that `spread` sends to other ranks, of a tensor with `width` numbers a token."""
+        return batch * self.lengths[self.axis.number] * width // self.axis.size * (self.axis.size - 1)
+
+    def collect_numbers(self, batch: int, width: int) -> int:
+        """The numbers that `collect` sends to other ranks."""
+        return batch * (sum(self.lengths) - self.lengths[self.axis.number]) * width // self.axis.size
+
     def spread(self, x: Tensor) -> Arrival:
         """(batch, own tokens, heads, dim) to (batch, tokens, own heads, dim)."""
         batch, _, heads, dim = x.shape
         heads //= self.axis.size
-        sent = x.reshape(batch, -1, self.axis.size, heads, dim).permute(2, 0, 1, 3, 4)
+        sent = x.reshape(batch, x.shape[1], self.axis.size, heads, dim).permute(2, 0, 1, 3, 4)
         sizes = [batch * length * heads * dim for length in self.lengths]
         arrived = self.axis.exchange(sent.flatten(), [sizes[self.axis.number]] * self.axis.size, sizes)
 

@@ -96,7 +96,7 @@ def forward(
     """out and lse of this rank's tokens. If ranks share heads, also the operands of the backward after `spread`."""
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
-    call = _agreed(Shape.of(q, k, 1), rows, (cu_seqlens, cu_seqlens_k), said)
+    call = agreed(Shape.of(q, k, 1), rows, (cu_seqlens, cu_seqlens_k), said)
     if said.ways == 1:
         return (*call.tokens.forward(q, k, v), [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
@@ -124,7 +124,7 @@ def backward(
     """
     said = Terms.read(terms)
     own_q, own_k = rows
-    call = _agreed(Shape.of(q, k, said.ways), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
+    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
     if said.ways == 1:
         return call.tokens.backward(Operands(dout, q, k, v, out, lse))
     grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse))
@@ -152,7 +152,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[T
     return dout.new_empty(dout.shape), dk, dv
 
 
-def _agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: Terms) -> Call:
+def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: Terms) -> Call:
     """The call, after all ranks have agreed on it."""
     ranks = Ranks.named(terms.groups)
     cu = tuple(None if x is None else read(x) for x in boundaries)
@@ -207,5 +207,6 @@ def _call(
     problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels)
     options = Options(bool(said.order.deterministic), said.order.sm_margin)
     whole = prepare(problem, said.order.policy, options, shape.device)
+    whole.require_order()  # an error here comes on all ranks, before anything is sent
     q, k = (Heads.of(heads, layout, total, ranks.number) for total in totals)
     return Call(q, k, Tokens(whole, tokens, Layout(said.layout, tokens.size, panels)))

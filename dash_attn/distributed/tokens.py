@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class Chunk:
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+
+class Load(NamedTuple):
+    """Bytes that a rank sends to others and holds at most: of gathered keys and values, of float32 dK and dV."""
+
+    gathered_sent: int
+    gathered: int
+    sums_sent: int
+    sums: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +92,23 @@ class Tokens:
             sums.append(pending())
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
         return Gradients(torch.cat(dqs, 2), dk, dv)
+
+    def load(self, item: int) -> Load:
+        """What this rank sends and holds, for tensors of `item` bytes a number."""
+        if self.is_local:
+            return Load(0, 0, 0, 0)
+        problem, routes, chunks = self.whole.problem, self.routes, self._chunks()
+        share = problem.batch * max(self.layout.lengths(problem.len_k))
+        arrived = min(2, len(chunks)) * self.axis.size * share  # rows; the heads after those in work are under way
+        to = [sum(part.count for part in parts) for parts in routes.sent]
+        rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
+        width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
+        return Load(
+            item * width * share * (self.axis.size - 1),
+            item * at_once * (arrived + problem.batch * problem.len_k),
+            4 * width * (sum(to) - to[self.axis.number]),
+            4 * at_once * rows,
+        )
 
     def _held(self, chunk: Chunk) -> Held:
         heads_q, heads_kv = chunk.heads

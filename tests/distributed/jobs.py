@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn.distributed import context_parallel_attention, shard, tokens, unshard
+from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
+from dash_attn.distributed.routes import Routes
 from tests.distributed.pool import Groups
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -28,7 +29,7 @@ class Case:
     lengths: tuple[int, int] = (48, 48)
     heads: tuple[int, int] = (4, 2)
     dim: int = 8
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float32
     panels: int = 16
     arguments: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -114,6 +115,53 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape)
 
 
+def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
+    """What `explain` says, and the bytes of floating-point tensors sent to other ranks in forward and backward."""
+    group = max(groups)
+    counted = [0]
+    exchange, gather = torch.distributed.all_to_all_single, ranks._all_gather
+
+    def counted_exchange(into: Tensor, x: Tensor, expected: list[int], sizes: list[int], **others: Any) -> Any:
+        counted[0] += (sum(sizes) - sizes[torch.distributed.get_rank()]) * x.element_size()
+        return exchange(into, x, expected, sizes, **others)
+
+    def counted_gather(into: Tensor, x: Tensor, **others: Any) -> Any:
+        counted[0] += x.nbytes * (group - 1) * x.is_floating_point()
+        return gather(into, x, **others)
+
+    tokens.CHUNK_BYTES = 1
+    q, k, v, dout = (shard(x, dim=case.dim_of_tokens) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    said = explain(*leaves, mode=mode, **case.arguments)
+    torch.distributed.all_to_all_single, ranks._all_gather = counted_exchange, counted_gather
+    try:
+        out = context_parallel_attention(*leaves, mode=mode, **case.arguments)
+        forward, counted[0] = counted[0], 0
+        out.backward(dout)
+    finally:
+        torch.distributed.all_to_all_single, ranks._all_gather = exchange, gather
+    return said, [forward, counted[0]]
+
+
+def reversed_fold(groups: Groups, case: Case) -> list[str]:
+    """The control: the results that differ if dK and dV are added in another order."""
+    of = Routes.of
+
+    def turned(problem: Any, layout: Any, rank: int) -> Routes:
+        routes = of(problem, layout, rank)
+        # The first part stays the first, because it alone has all rows.
+        sums = tuple(replace(each, parts=(each.parts[0], *reversed(each.parts[1:]))) for each in routes.sums)
+        return replace(routes, sums=sums)
+
+    tokens.Routes.of = staticmethod(turned)  # type: ignore[assignment]
+    try:
+        ops._call.cache_clear()
+        return differences(apart(case, None, "all_gather", "zigzag"), case.alone())
+    finally:
+        tokens.Routes.of = staticmethod(of)  # type: ignore[method-assign]
+        ops._call.cache_clear()
+
+
 def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) -> list[str]:
     """Each rank calls with its own arguments: the errors of this rank."""
     said = list[str]()
@@ -154,13 +202,15 @@ def die_or_wait(groups: Groups, where: str) -> tuple[str, float]:
     return "no error", time.monotonic() - begin
 
 
-def in_training(groups: Groups, way: str, mode: str) -> list[str]:
+def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | None:
     """Gradients of one use of attention, in a way that training uses it, against the plain way."""
-    case = Case(arguments={"causal": True}, heads=(4, 4))
-    q, k, v, dout = (shard(x, dim=1) for x in case.tensors())
+    if size not in groups:
+        return None
+    case, group = Case(arguments={"causal": True}, heads=(4, 4)), groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_parallel_attention(q, k, v, causal=True, mode=mode)
+        return context_parallel_attention(q, k, v, group=group, causal=True, mode=mode)
 
     def gradients(function: Any, times: int = 1) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]

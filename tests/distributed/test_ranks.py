@@ -27,11 +27,12 @@ def pool() -> Iterator[Pool]:
 
 PACK = [0, 5, 5, 22, 23, 48]
 
+# Results in 16 bits seldom show in which order they were added. So most cases are float32.
 CASES = {
-    "full": Case(heads=(8, 4)),
-    "causal": Case(batch=2, heads=(8, 4), arguments={"causal": True}),
-    "window": Case(dtype=torch.float32, arguments={"causal": True, "window": (9, 0)}),
-    "pack": Case(heads=(4, 2), arguments={"cu_seqlens": PACK}),
+    "full": Case(heads=(8, 4), dtype=torch.bfloat16),
+    "causal": Case(heads=(8, 4), arguments={"causal": True}),
+    "window": Case(batch=2, arguments={"causal": True, "window": (9, 0)}),
+    "pack": Case(arguments={"cu_seqlens": PACK}),
     "causal pack": Case(heads=(8, 4), arguments={"cu_seqlens": PACK, "causal": True}),
 }
 
@@ -71,11 +72,24 @@ def test_random_problems(pool: Pool, seed: int) -> None:
     assert pool.run(jobs.equal_everywhere, case, (size,), (SMALL, LARGE)[seed % 2])[0] == {}, case
 
 
+def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
+    """The control: the comparison above can fail."""
+    assert pool.run(jobs.reversed_fold, CASES["causal"])[0] == ["dk", "dv"]
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+@pytest.mark.parametrize("name", ["causal", "pack"])
+def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
+    for said, (forward, backward) in pool.run(jobs.traffic, CASES[name], mode):
+        assert (said.forward_bytes, said.backward_bytes) == (forward, backward)
+        assert said.heads_over * said.tokens_over == said.ranks == 8
+
+
 WRONG: list[tuple[list[dict[str, Any]], str]] = [
     ([{}, {"causal": True}, {}, {}], "window (left, right) is (-1, -1) on ranks 0, 2, 3, (-1, 0) on rank 1"),
     ([{"mode": "a2a"}] * 3 + [{"mode": "all_gather"}], "number of ranks that share heads (mode)"),
     ([{"layout": "zigzag"}, *[{"layout": "contiguous"}] * 3], "panels and layout is (16, 'zigzag') on rank 0"),
-    ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.bfloat16 on ranks 1, 2, 3"),
+    ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.float32 on ranks 1, 2, 3"),
     ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),
     ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number or None, got 'no'"),
     ([{"rows": 3}, *[{}] * 3], "q has [3, 12, 12, 12] tokens on the ranks"),
@@ -93,7 +107,7 @@ def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 @pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile"])
 def test_training(pool: Pool, way: str, mode: str) -> None:
-    assert pool.run(jobs.in_training, way, mode) == [[]] * len(pool.pipes)
+    assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
