@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,50 @@ class ContextParallel(torch.autograd.Function):
         grads = ops.backward(dout, *ctx.saved_tensors, ctx.terms, ctx.rows)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return dq, dk, dv, None, None, None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mode: str = ...,
+    layout: str = ...,
+    panels: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    cu_seqlens: Boundaries | None = ...,
+    cu_seqlens_k: Boundaries | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mode: str = ...,
+    layout: str = ...,
+    panels: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    cu_seqlens: Boundaries | None = ...,
+    cu_seqlens_k: Boundaries | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def context_parallel_attention(

@@ -207,6 +207,8 @@ def _call(
     problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels)
     options = Options(bool(said.order.deterministic), said.order.sm_margin)
     whole = prepare(problem, said.order.policy, options, shape.device)
-    whole.require_order()  # an error here comes on all ranks, before anything is sent
+    whole.require_order()  # an error here comes on all ranks, before tensors are sent
+    own = Tokens(whole, tokens, Layout(said.layout, tokens.size, panels))
+    own.require_panels()
     q, k = (Heads.of(heads, layout, total, ranks.number) for total in totals)
-    return Call(q, k, Tokens(whole, tokens, Layout(said.layout, tokens.size, panels)))
+    return Call(q, k, own)

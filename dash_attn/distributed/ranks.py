@@ -56,14 +56,14 @@ class Axis:
             arrival = self.exchange(x.flatten().repeat(self.size), [x.numel()] * self.size, [x.numel()] * self.size)
             return lambda: arrival().view(self.size, *x.shape)
         parts = x.new_empty(self.size * x.numel())
-        work = _all_gather(parts, x.flatten(), group=self.group, async_op=True)
+        work = _all_gather(parts, x.contiguous().view(-1), group=self.group, async_op=True)
         return _arrival(parts.view(self.size, *x.shape), work)
 
     def exchange(self, sent: Tensor, sizes: list[int], expected: list[int]) -> Arrival:
         """Start to send `sizes` numbers to the members, one part after the other, and to receive the expected ones."""
         parts = sent.new_empty(sum(expected))
         counts = self._of_group(expected), self._of_group(sizes)
-        work = dist.all_to_all_single(parts, sent, *counts, group=self.group, async_op=True)
+        work = dist.all_to_all_single(parts, sent.contiguous(), *counts, group=self.group, async_op=True)
         return _arrival(parts, work)
 
     def _of_group(self, sizes: list[int]) -> list[int]:

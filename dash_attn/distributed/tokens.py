@@ -63,6 +63,18 @@ class Tokens:
         """One rank holds the whole problem, or there is nothing to compute."""
         return self.axis.size == 1 or self.whole.is_empty
 
+    def require_panels(self) -> None:
+        """Raise an error if the device cannot compute single panels. It comes on all ranks, before tensors are sent."""
+        if self.is_local:
+            return
+        try:
+            self._held(self._chunks()[0])
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{self.axis.size} ranks share the tokens of a kv head: {error}. Or use mode='a2a' with a number of "
+                "ranks that divides the kv heads"
+            ) from error
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse (batch, heads, seqlen)."""
         if self.is_local:

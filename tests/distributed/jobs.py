@@ -216,11 +216,14 @@ def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | N
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         for _ in range(times):
             out = function(*leaves)
-            out.backward(dout)
+            out.backward(dout if out.ndim else None)
         return [out.detach(), *[leaf.grad for leaf in leaves]]
 
     plain = gradients(attend)
-    if way == "checkpoint":
+    if way == "strides":  # inputs that are slices of one tensor, and a gradient that is one number
+        plain = gradients(lambda *x: attend(*x).sum())
+        other = gradients(lambda *x: attend(*torch.stack(x, 2).unbind(2)).sum())
+    elif way == "checkpoint":
         other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
     elif way == "compile":
         other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"))

@@ -105,7 +105,7 @@ def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile"])
+@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "strides"])
 def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 
