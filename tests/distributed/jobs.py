@@ -181,6 +181,44 @@ def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) 
     return said
 
 
+def refusals(groups: Groups, size: int) -> list[str]:
+    """The errors of calls that all ranks make alike."""
+    if size not in groups:
+        return []
+    group = groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
+    q.requires_grad_()
+
+    def twice(mode: str) -> None:
+        out = context_parallel_attention(q, k, v, group=group, mode=mode)
+        torch.autograd.grad(out, q, dout, create_graph=True)
+
+    def call(**arguments: Any) -> None:
+        context_parallel_attention(q, k, v, **{"group": group, **arguments})
+
+    cells = dash_attn.tiles([[True]], 48, 48)
+    calls: list[Any] = [
+        lambda: twice("a2a"),
+        lambda: twice("all_gather"),
+        lambda: call(mask=cells),
+        lambda: call(mode="ring"),
+        lambda: call(mode="a2a+all_gather"),
+        lambda: call(group="world"),
+        lambda: call(panels=6),
+        lambda: unshard(q, group=group, dim=1),
+        lambda: unshard(k[:, :20], group=group, dim=1, panels=16) if group.rank() else unshard(k, group=group, dim=1),
+    ]
+    said = list[str]()
+    for each in calls:
+        try:
+            each()
+        except (ValueError, NotImplementedError) as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    return said
+
+
 def die_or_wait(groups: Groups, where: str) -> tuple[str, float]:
     """The last rank dies before the forward or before the backward: the error of the others, and after how long."""
     case, size = Case(arguments={"causal": True}), max(groups)
@@ -223,6 +261,9 @@ def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | N
     if way == "strides":  # inputs that are slices of one tensor, and a gradient that is one number
         plain = gradients(lambda *x: attend(*x).sum())
         other = gradients(lambda *x: attend(*torch.stack(x, 2).unbind(2)).sum())
+    elif way == "late":  # the other ranks wait
+        time.sleep(group.rank())
+        other = gradients(attend)
     elif way == "checkpoint":
         other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
     elif way == "compile":

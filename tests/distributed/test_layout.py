@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.backends import Options
+from dash_attn.distributed import tokens
 from dash_attn.distributed.layout import LAYOUTS, Layout, usual_panels
+from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from tests.strategies import examples
 
@@ -70,6 +75,17 @@ def test_usual_panels() -> None:
 def test_what_does_not_fit_is_refused(name: str, ranks: int, panels: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(name, ranks, panels)
+
+
+def test_a_device_without_single_panels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("no kernel for single panels")
+
+    monkeypatch.setattr(tokens, "prepare_panels", refuse)
+    whole = prepare(Problem(1, 2, 2, 64, 64, mask=CAUSAL, panels=4), "auto", Options(), torch.device("cpu"))
+    axis = Axis("", (0, 1), 0, 2)
+    with pytest.raises(NotImplementedError, match=r"2 ranks share .* no kernel for single panels. Or use mode='a2a'"):
+        tokens.Tokens(whole, axis, Layout("zigzag", 2, 4)).require_panels()
 
 
 @st.composite

@@ -104,8 +104,27 @@ def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
             assert message in said[rank][number]
 
 
+REFUSED = (
+    "differentiated once, not twice",
+    "differentiated once, not twice",
+    "mask has tiles, which are not cut",
+    "mode must be one of auto, a2a, all_gather, a2a+all_gather, got 'ring'",
+    "needs a group of two dimensions, a DeviceMesh",
+    "group must be a process group that this process belongs to",
+    "panels must be a multiple of 4 for layout 'zigzag' on 2 ranks; got 6",
+    "unshard has no gradient",
+    "x has [24, 20] rows on the ranks, where layout 'zigzag' with 16 panels puts [20, 24]",
+)
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    for said in pool.run(jobs.refusals, 2)[:2]:
+        for message, expected in zip(said, REFUSED, strict=True):
+            assert expected in message
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "strides"])
+@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "strides", "late"])
 def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 
