@@ -74,7 +74,7 @@ def explain(
     item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
     out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)
     back_q, back_k = call.q.collect_numbers(batch, heads * dim), call.k.collect_numbers(batch, heads_kv * dim)
-    load = tokens.load(item)
+    load = tokens.load()
     return Explanation(
         ranks.size,
         call.q.axis.size,

@@ -20,6 +20,7 @@ from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Arrival, Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.prepare import Prepared, prepare_panels
+from dash_attn.problem import Problem
 
 # Bytes of gathered keys and values that are worth a collective of their own. The number changes no bit.
 CHUNK_BYTES = 32 * 2**20
@@ -46,6 +47,31 @@ class Load(NamedTuple):
     sums: int
 
 
+def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load:
+    """What a rank sends and holds if the tokens lie on several ranks."""
+    chunks, item = chunks_of(problem), 4 if problem.dtype == "float32" else 2
+    share = problem.batch * max(layout.lengths(problem.len_k))
+    arrived = min(2, len(chunks)) * layout.ranks * share  # rows; the heads after those in work are under way
+    to = [sum(part.count for part in parts) for parts in routes.sent]
+    rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
+    width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
+    return Load(
+        item * width * share * (layout.ranks - 1),
+        item * at_once * (arrived + problem.batch * problem.len_k),
+        4 * width * (sum(to) - to[rank]),
+        4 * at_once * rows,
+    )
+
+
+def chunks_of(problem: Problem) -> list[Chunk]:
+    """The kv heads, cut into parts that are gathered one after the other."""
+    bytes_a_head = 2 * problem.batch * problem.len_k * problem.dim * 2
+    count = min(problem.heads_kv, max(1, CHUNK_BYTES // max(1, bytes_a_head)))
+    firsts = range(0, problem.heads_kv, count)
+    kv = [slice(first, min(first + count, problem.heads_kv)) for first in firsts]
+    return [Chunk(slice(each.start * problem.group, each.stop * problem.group), each) for each in kv]
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """A problem on the axis over tokens. Tensors have the tokens of this rank, (batch, seqlen, heads, dim)."""
@@ -68,7 +94,7 @@ class Tokens:
         if self.is_local:
             return
         try:
-            self._held(self._chunks()[0])
+            self._held(chunks_of(self.whole.problem)[0])
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.axis.size} ranks share the tokens of a kv head: {error}. Or use mode='a2a' with a number of "
@@ -105,22 +131,11 @@ class Tokens:
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
         return Gradients(torch.cat(dqs, 2), dk, dv)
 
-    def load(self, item: int) -> Load:
-        """What this rank sends and holds, for tensors of `item` bytes a number."""
+    def load(self) -> Load:
+        """What this rank sends and holds."""
         if self.is_local:
             return Load(0, 0, 0, 0)
-        problem, routes, chunks = self.whole.problem, self.routes, self._chunks()
-        share = problem.batch * max(self.layout.lengths(problem.len_k))
-        arrived = min(2, len(chunks)) * self.axis.size * share  # rows; the heads after those in work are under way
-        to = [sum(part.count for part in parts) for parts in routes.sent]
-        rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
-        width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
-        return Load(
-            item * width * share * (self.axis.size - 1),
-            item * at_once * (arrived + problem.batch * problem.len_k),
-            4 * width * (sum(to) - to[self.axis.number]),
-            4 * at_once * rows,
-        )
+        return load_of(self.whole.problem, self.layout, self.routes, self.axis.number)
 
     def _held(self, chunk: Chunk) -> Held:
         heads_q, heads_kv = chunk.heads
@@ -128,17 +143,9 @@ class Tokens:
         whole = self.whole
         return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
 
-    def _chunks(self) -> list[Chunk]:
-        problem = self.whole.problem
-        bytes_a_head = 2 * problem.batch * problem.len_k * problem.dim * 2
-        count = min(problem.heads_kv, max(1, CHUNK_BYTES // max(1, bytes_a_head)))
-        firsts = range(0, problem.heads_kv, count)
-        kv = [slice(first, min(first + count, problem.heads_kv)) for first in firsts]
-        return [Chunk(slice(each.start * problem.group, each.stop * problem.group), each) for each in kv]
-
     def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
         """The keys and values of all ranks in ascending order, (1, rows, heads, dim), some heads at a time."""
-        chunks = self._chunks()
+        chunks = chunks_of(self.whole.problem)
         arrivals = [self._gather(k, v, chunks[0])]
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):

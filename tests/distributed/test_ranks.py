@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dash_attn.distributed.scale import predict
+from dash_attn.problem import CAUSAL, Problem, documents
 from tests.distributed import jobs
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
@@ -80,9 +82,15 @@ def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 @pytest.mark.parametrize("name", ["causal", "pack"])
 def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
-    for said, (forward, backward) in pool.run(jobs.traffic, CASES[name], mode):
+    case = CASES[name]
+    results = pool.run(jobs.traffic, case, mode)
+    for said, (forward, backward) in results:
         assert (said.forward_bytes, said.backward_bytes) == (forward, backward)
         assert said.heads_over * said.tokens_over == said.ranks == 8
+    mask = CAUSAL if name == "causal" else documents(PACK)
+    problem = Problem(1, *case.heads, *case.lengths, case.dim, "float32", mask=mask)
+    predicted = predict(problem, 8, mode, "zigzag").sent_bytes  # by one of the ranks
+    assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
 
 
 WRONG: list[tuple[list[dict[str, Any]], str]] = [

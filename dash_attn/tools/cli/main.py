@@ -20,7 +20,19 @@ from dash_attn.tools.cli.app import FileProblem, app
 UsageProblem: type[Exception] = typer.BadParameter.__mro__[2]
 
 # In the order of the help text. Each adds its commands to `app` when it is imported.
-for _module in ("health", "explain", "simulate", "search", "verify", "draw", "bench", "audit", "trace", "calibrate"):
+for _module in (
+    "health",
+    "explain",
+    "simulate",
+    "scale",
+    "search",
+    "verify",
+    "draw",
+    "bench",
+    "audit",
+    "trace",
+    "calibrate",
+):
     import_module(f"dash_attn.tools.cli.{_module}")
 
 
