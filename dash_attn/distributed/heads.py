@@ -72,4 +72,4 @@ class Heads:
         sizes = [batch * length * heads * dim for length in self.lengths]
         arrived = self.axis.exchange(sent, sizes, [sizes[self.axis.number]] * self.axis.size)
         shape = (self.axis.size, batch, self.lengths[self.axis.number], heads, dim)
-        return lambda: arrived().view(shape).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return lambda: arrived().view(shape).permute(1, 2, 0, 3, 4).flatten(2, 3).contiguous()

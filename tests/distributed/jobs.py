@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
+from dash_attn.api.arguments import Arguments
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
+from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.routes import Routes
 from tests.distributed.pool import Groups
 
@@ -179,6 +181,22 @@ def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) 
         else:
             said.append("no error")
     return said
+
+
+def check_operators(groups: Groups, mode: str, size: int) -> None:
+    """torch's own checks of the operators: schema, and shapes and strides against those that torch.compile expects."""
+    if size not in groups:
+        return
+    group = groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
+    asked = Arguments(causal=True, panels=16)
+    terms = terms_of(q, k, v, asked, (ranks.ranks_of(group), mode, "zigzag")).text()
+    out, lse, spread = ops.forward(q, k, v, None, None, terms)
+    checks = ("test_schema", "test_faketensor")
+    forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
+    torch.library.opcheck(forward, (q, k, v, None, None, terms), test_utils=checks)
+    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, terms, (q.shape[1], k.shape[1]))
+    torch.library.opcheck(backward, operands, test_utils=checks)
 
 
 def refusals(groups: Groups, size: int) -> list[str]:

@@ -137,6 +137,11 @@ def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 
 
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
+    pool.run(jobs.check_operators, mode, 2)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
     limit = 10.0

@@ -21,14 +21,14 @@ def run(*command: str, at: Path) -> str:
     return done.stdout
 
 
-def test_the_example_of_the_documentation(tmp_path: Path) -> None:
-    text = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
-    source = text.partition("```python\n")[2].partition("```\n")[0]
-    (tmp_path / "cp.py").write_text(source, encoding="utf-8")
+@pytest.mark.parametrize(("number", "told"), [(0, "heads over       2"), (1, "True")])
+def test_the_examples_of_the_documentation(tmp_path: Path, number: int, told: str) -> None:
+    blocks = (ROOT / "docs/distributed.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    (tmp_path / "cp.py").write_text(blocks[number].partition("```\n")[0], encoding="utf-8")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     printed = run(*torchrun, "cp.py", at=tmp_path)
-    assert printed.count("True") == 2
-    assert "heads over       2" in printed
+    assert told in printed
+    assert printed.count("True") == 2 * (number + 1) and "False" not in printed
 
 
 @pytest.mark.parametrize(
