@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
@@ -181,6 +182,50 @@ def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) 
         else:
             said.append("no error")
     return said
+
+
+def beside_tensor_parallel(groups: Groups, case: Case) -> list[str]:
+    """Half of the heads on each half of the ranks, and the tokens over the ranks of a half: the results that differ."""
+    mesh = init_device_mesh("cpu", (2, max(groups) // 2), mesh_dim_names=("tp", "cp"))
+    half = mesh.get_local_rank("tp")
+    q, k, v, dout = (x.chunk(2, 2)[half] for x in case.tensors())
+    leaves = [shard(x, group=mesh["cp"], dim=1).requires_grad_() for x in (q, k, v)]
+    out = context_parallel_attention(*leaves, group=mesh["cp"], **case.arguments)
+    grads = torch.autograd.grad(out, leaves, shard(dout, group=mesh["cp"], dim=1))
+    whole = [unshard(x, group=mesh["cp"], dim=1) for x in (out.detach(), *grads)]
+    out, _, *expected = case.alone()
+    pairs = zip(("out", "dq", "dk", "dv"), whole, (out, *expected), strict=True)
+    return [name for name, mine, every in pairs if not same_bits(mine, every.chunk(2, 2)[half])]
+
+
+class Layer(torch.nn.Module):
+    """A projection, attention over the tokens of all ranks, and another projection."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.heads = group, (4, 8)
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(-3)
+        return self.out(context_parallel_attention(q, k, v, group=self.group, causal=True).flatten(2))
+
+
+def under_fsdp(groups: Groups, size: int) -> bool:
+    """Whether a layer under FSDP2, over the ranks that share its tokens, has the gradients of the plain layer."""
+    if size not in groups:
+        return True
+    group = groups[size]
+    torch.manual_seed(0)
+    plain, x = Layer(group), shard(torch.randn(1, 64, 32), group=group, dim=1)
+    plain(x).square().sum().backward()
+    for weight in plain.parameters():
+        torch.distributed.all_reduce(weight.grad, group=group)
+    torch.manual_seed(0)
+    sharded = fully_shard(Layer(group), mesh=DeviceMesh.from_group(group, "cpu"))
+    sharded(x).square().sum().backward()
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return all(torch.allclose(a.grad, b.grad.full_tensor() * size, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
 def check_operators(groups: Groups, mode: str, size: int) -> None:

@@ -137,6 +137,14 @@ def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 
 
+def test_tensor_parallel_around_it(pool: Pool) -> None:
+    assert pool.run(jobs.beside_tensor_parallel, CASES["causal"]) == [[]] * 8
+
+
+def test_fsdp_around_it(pool: Pool) -> None:
+    assert all(pool.run(jobs.under_fsdp, 2))
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
     pool.run(jobs.check_operators, mode, 2)
