@@ -151,14 +151,14 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Rank
         check_arguments(q, k, v, asked)
         Layout(layout, ranks.size, asked.panels)  # it checks the panels
         ways = _ways(ranks, mode, k.shape[-2])
-        posed = Posed.of(mask_of(asked), asked.scale)
+        posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
         if not torch.compiler.is_compiling():
             backend_for(q.device)
     except (ValueError, NotImplementedError) as error:
         if isinstance(q, Tensor) and not torch.compiler.is_compiling():
             refuse(ranks, error, q.device)
         raise
-    return Terms(posed, order_of(asked), ranks.names, ways, layout)
+    return Terms(posed, order, ranks.names, ways, layout)
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
