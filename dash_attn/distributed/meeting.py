@@ -13,7 +13,9 @@ import torch
 
 from dash_attn.distributed.ranks import Ranks
 
-WIDTH = 16  # numbers that a rank says: whether it refuses, its queries and keys, and a digest of each argument
+# Numbers that a rank says: whether it refuses, its queries and keys, and a digest of each argument. A rank that refuses
+# says as many, so that the gather fits.
+WIDTH = 24
 FIRST = 3
 
 
@@ -47,6 +49,7 @@ def refuse(ranks: Ranks, error: Exception, device: torch.device) -> None:
 
 
 def _exchange(ranks: Ranks, numbers: list[int], device: torch.device) -> list[list[int]]:
+    assert len(numbers) <= WIDTH
     mine = torch.tensor([*numbers, *[0] * (WIDTH - len(numbers))], dtype=torch.int64, device=device)
     gathered: list[list[int]] = ranks.all_gather(mine).tolist()
     return gathered

@@ -152,7 +152,7 @@ def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
-    limit = 10.0
+    limit = 20.0
     pool = Pool(2, limit)
     try:
         pool.start(jobs.die_or_wait, where)
@@ -160,6 +160,6 @@ def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
         assert dead is None
         error, seconds = survivor
         assert error != "no error"
-        assert seconds < 2 * limit
+        assert seconds < 1.5 * limit
     finally:
         pool.close()
