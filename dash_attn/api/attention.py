@@ -201,18 +201,18 @@ def attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
     """The output of `attention`, and the log-sum-exp."""
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
     if torch.compiler.is_compiling():
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), _order(asked)))
+        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), order_of(asked)))
     prepared = prepared_for(q, k, v, asked)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if _is_watched(q, k, v):
-        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), _order(asked)))
+        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), order_of(asked)))
     if not needs_grad:
         return prepared.forward(q, k, v)
     return _apply(q, k, v, prepared)
@@ -250,7 +250,7 @@ def _traced(
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
-def _order(asked: Arguments) -> Order:
+def order_of(asked: Arguments) -> Order:
     if isinstance(asked.policy, Program):
         raise NotImplementedError(
             "policy is a program, which torch.compile, dispatch modes and tensor subclasses do not take: give the name "
@@ -259,7 +259,7 @@ def _order(asked: Arguments) -> Order:
     return Order(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast the tensors to the dtype of autocast if it is on for their device, as torch's own attention does."""
     kind = getattr(getattr(tensors[0], "device", None), "type", "")
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):

@@ -28,6 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"simulate", "backends"}),
     frozenset({"prepare"}),
     frozenset({"api", "watching"}),
+    frozenset({"distributed"}),
     frozenset({"integrations"}),
     frozenset({"tools.dag", "tools.exact"}),
     frozenset({"tools.bench"}),
@@ -53,6 +54,8 @@ MIRRORS: dict[str, frozenset[str]] = {
     "api": frozenset(
         {"attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func", "forward"},
     ),
+    # the same, and where the ranks are
+    "distributed": frozenset({"backward", "context_parallel_attention", "explain"}),
     # what torch, Transformers and Megatron call
     "integrations": frozenset(
         {

@@ -24,6 +24,7 @@ for _module in (
     "health",
     "explain",
     "simulate",
+    "scale",
     "search",
     "verify",
     "draw",

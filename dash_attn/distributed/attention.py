@@ -1,0 +1,182 @@
+"""context_parallel_attention: attention over a sequence whose tokens lie on several ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
+from dash_attn.api.attention import autocast, order_of
+from dash_attn.api.calls import Boundaries
+from dash_attn.api.ops import Posed
+from dash_attn.backends import backend_for
+from dash_attn.distributed import ops
+from dash_attn.distributed.layout import Layout, usual_panels
+from dash_attn.distributed.meeting import refuse
+from dash_attn.distributed.ops import Terms
+from dash_attn.distributed.ranks import Group, Ranks, ranks_of
+from dash_attn.problem import Mask
+
+MODES = ("auto", "a2a", "all_gather", "a2a+all_gather")
+
+
+class ContextParallel(torch.autograd.Function):
+    """The operators under autograd. Tensors are (batch, seqlen, heads, dim)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, terms: str
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, terms)
+        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k)
+        ctx.mark_non_differentiable(lse)
+        ctx.terms, ctx.rows = terms, (q.shape[1], k.shape[1])
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
+            raise NotImplementedError(
+                "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
+            )
+        grads = ops.backward(dout, *ctx.saved_tensors, ctx.terms, ctx.rows)
+        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return dq, dk, dv, None, None, None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mode: str = ...,
+    layout: str = ...,
+    panels: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    cu_seqlens: Boundaries | None = ...,
+    cu_seqlens_k: Boundaries | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = ...,
+    mode: str = ...,
+    layout: str = ...,
+    panels: int | None = ...,
+    causal: bool = ...,
+    window: Window | None = ...,
+    cu_seqlens: Boundaries | None = ...,
+    cu_seqlens_k: Boundaries | None = ...,
+    mask: Mask | None = ...,
+    scale: float | None = ...,
+    policy: str = ...,
+    deterministic: bool | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    mode: str = "auto",
+    layout: str = "zigzag",
+    panels: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    cu_seqlens: Boundaries | None = None,
+    cu_seqlens_k: Boundaries | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    policy: str = "auto",
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`dash_attn.attention` over tokens that lie on several ranks. Each rank gives its own, as `shard` cuts them.
+
+    out, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. The number
+    of ranks, the mode and the layout do not change them. All ranks of the group call the function at the same time and
+    with the same arguments. They also run the backward at the same time.
+
+    group    a process group, or None for all processes. A DeviceMesh of two dimensions gives heads to the ranks of its
+             last dimension and tokens to those of its first one
+    mode     'a2a': ranks exchange tokens for heads, as in Ulysses. If the number of ranks does not divide the kv heads,
+             fewer ranks share the heads, and keys and values are gathered as in 'all_gather'. 'all_gather': every rank
+             gathers all keys and values, some heads at a time. 'a2a+all_gather': both, on a mesh of two dimensions.
+             'auto': 'a2a', or 'a2a+all_gather' on such a mesh
+    layout   'zigzag': each rank has early and late tokens, so that causal work is equal. 'contiguous': neighbours
+    panels   the tokens are cut into this number of ranges, and each rank holds whole ranges. The number changes the
+             bits. None means 16 for 1, 2, 4 and 8 ranks, and for other numbers of ranks the least multiple of 2 * ranks
+             that is not below 16. Give a number if runs on different numbers of ranks are to be equal
+
+    cu_seqlens has the ends of the sequences in the whole pack, on every rank the same. The other arguments are as in
+    `dash_attn.attention`.
+    """
+    ranks = ranks_of(group)
+    panels = usual_panels(ranks.size) if panels is None else panels
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
+    q, k, v = autocast(q, k, v)
+    terms = terms_of(q, k, v, asked, (ranks, mode, layout))
+    packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
+    if packed:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    out, lse = ContextParallel.apply(q, k, v, *cu, terms.text())  # type: ignore[no-untyped-call]
+    if packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Ranks, str, str]) -> Terms:
+    """The checked arguments of this rank. torch.compile traces this."""
+    ranks, mode, layout = spot
+    try:
+        check_arguments(q, k, v, asked)
+        Layout(layout, ranks.size, asked.panels)  # it checks the panels
+        ways = _ways(ranks, mode, k.shape[-2])
+        posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
+        if not torch.compiler.is_compiling():
+            backend_for(q.device)
+    except (ValueError, NotImplementedError) as error:
+        if isinstance(q, Tensor) and not torch.compiler.is_compiling():
+            refuse(ranks, error, q.device)
+        raise
+    return Terms(posed, order, ranks.names, ways, layout)
+
+
+def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
+    """The number of ranks that share the heads of a sequence."""
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    is_grid = len(ranks.axes) == 2
+    if is_grid != (mode == "a2a+all_gather") and mode != "auto":
+        raise ValueError(
+            f"mode {mode!r} needs a group of {'one dimension' if is_grid else 'two dimensions, a DeviceMesh'}: give "
+            "another group, or mode='auto'"
+        )
+    if not is_grid:
+        return 1 if mode == "all_gather" else math.gcd(heads_kv, ranks.size)
+    ways = ranks.axes[1].size
+    if heads_kv % ways:
+        raise ValueError(
+            f"k has {heads_kv} heads, which the {ways} ranks of the last dimension of the mesh cannot share: give a "
+            "mesh whose last dimension divides them"
+        )
+    return ways

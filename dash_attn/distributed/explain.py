@@ -1,0 +1,89 @@
+"""explain: what a call of context_parallel_attention would send and hold, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from dash_attn.api.arguments import Arguments, Window, traced_boundaries
+from dash_attn.api.calls import Boundaries
+from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.layout import usual_panels
+from dash_attn.distributed.ops import Shape, agreed
+from dash_attn.distributed.ranks import Group, ranks_of
+from dash_attn.problem import Mask
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call does on this rank.
+
+    heads_over      the number of ranks that share the heads of a sequence
+    tokens_over     the number of ranks that share its tokens after that
+    tokens          queries that this rank holds, of all sequences of a batch
+    forward_bytes   sent to other ranks in the forward
+    backward_bytes  sent to other ranks in the backward
+    gathered_bytes  memory for gathered keys and values, at most
+    sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
+    """
+
+    ranks: int
+    heads_over: int
+    tokens_over: int
+    layout: str
+    panels: int
+    tokens: int
+    forward_bytes: int
+    backward_bytes: int
+    gathered_bytes: int
+    sums_bytes: int
+
+    def __str__(self) -> str:
+        return "\n".join(f"{field.name.replace('_', ' '):<16} {getattr(self, field.name)}" for field in fields(self))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    mode: str = "auto",
+    layout: str = "zigzag",
+    panels: int | None = None,
+    causal: bool = False,
+    window: Window | None = None,
+    cu_seqlens: Boundaries | None = None,
+    cu_seqlens_k: Boundaries | None = None,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    policy: str = "auto",
+    deterministic: bool | None = None,
+) -> Explanation:
+    """Explain a call of `context_parallel_attention` with the same arguments. All ranks call it at the same time."""
+    ranks = ranks_of(group)
+    panels = usual_panels(ranks.size) if panels is None else panels
+    asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
+    terms = terms_of(q, k, v, asked, (ranks, mode, layout))
+    if q.ndim == 3:
+        q, k = q.unsqueeze(0), k.unsqueeze(0)
+    rows = q.shape[1], k.shape[1]
+    call = agreed(Shape.of(q, k, 1), rows, traced_boundaries(asked, q.device), terms)
+    batch, _, heads, dim = q.shape
+    item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
+    out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)
+    back_q, back_k = call.q.collect_numbers(batch, heads * dim), call.k.collect_numbers(batch, heads_kv * dim)
+    load = tokens.load()
+    return Explanation(
+        ranks.size,
+        call.q.axis.size,
+        tokens.axis.size,
+        layout,
+        panels,
+        batch * q.shape[1],
+        item * (out_q + 2 * out_k + back_q) + 4 * call.q.collect_numbers(batch, heads) + load.gathered_sent,
+        item * (out_q + back_q + 2 * back_k) + load.gathered_sent + load.sums_sent,
+        load.gathered,
+        load.sums,
+    )

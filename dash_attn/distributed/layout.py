@@ -1,0 +1,90 @@
+"""Layouts: which tokens a rank holds.
+
+The tokens are cut into `panels` ranges of equal length; the last ones may be shorter or empty. A rank holds whole
+ranges, in ascending order. So the cut of the work, and with it every bit, is the same for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+LAYOUTS = ("zigzag", "contiguous")
+
+USUAL_PANELS = 16
+
+Range = tuple[int, int]  # first row, and the row behind the last
+
+
+def usual_panels(ranks: int) -> int:
+    """16, which 1, 2, 4 and 8 ranks share. For other numbers of ranks the least multiple of 2 * ranks from 16 on."""
+    return -(-USUAL_PANELS // (2 * ranks)) * 2 * ranks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which of the ranges each rank holds.
+
+    contiguous  neighbours: rank 0 holds the first ranges, the last rank the last ones
+    zigzag      an early and a late run of neighbours: rank 0 holds the first and the last ranges. Under a causal mask
+                late queries see many keys and early ones few, so all ranks have the same work
+    """
+
+    name: str
+    ranks: int
+    panels: int
+
+    def __post_init__(self) -> None:
+        if self.name not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.name!r}")
+        if isinstance(self.panels, bool) or not isinstance(self.panels, int) or self.panels < 1:
+            raise ValueError(f"panels must be a whole number from 1, got {self.panels!r}")
+        parts = self.ranks if self.name == "contiguous" or self.ranks == 1 else 2 * self.ranks
+        if self.panels % parts:
+            raise ValueError(
+                f"panels must be a multiple of {parts} for layout {self.name!r} on {self.ranks} ranks; got "
+                f"{self.panels}"
+            )
+
+    @cached_property
+    def holder(self) -> tuple[int, ...]:
+        """The rank that holds each range."""
+        if self.name == "contiguous":
+            return tuple(i * self.ranks // self.panels for i in range(self.panels))
+        runs = (i * 2 * self.ranks // self.panels for i in range(self.panels))
+        return tuple(min(run, 2 * self.ranks - 1 - run) for run in runs)
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[int, ...], ...]:
+        """The ranges of each rank."""
+        return tuple(tuple(i for i, at in enumerate(self.holder) if at == rank) for rank in range(self.ranks))
+
+    def ranges(self, length: int) -> list[Range]:
+        """All ranges of `length` tokens."""
+        size = -(-length // self.panels)
+        return [(min(i * size, length), min((i + 1) * size, length)) for i in range(self.panels)]
+
+    def held(self, length: int, rank: int) -> list[Range]:
+        """The tokens of a rank. Neighbouring ranges are joined, and empty ones left out."""
+        ranges, joined = self.ranges(length), list[Range]()
+        for begin, end in (ranges[i] for i in self.numbers[rank]):
+            if joined and joined[-1][1] == begin:
+                joined[-1] = joined[-1][0], end
+            elif begin < end:
+                joined.append((begin, end))
+        return joined
+
+    def lengths(self, length: int) -> list[int]:
+        """The number of tokens of each rank."""
+        return [sum(end - begin for begin, end in self.held(length, rank)) for rank in range(self.ranks)]
+
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
+    def pieces(self, length: int) -> tuple[tuple[int, Range], ...]:
+        """The tokens in ascending order, in pieces: the rank that holds a piece, and its rows among the rank's own."""
+        pieces = list[tuple[int, int, Range]]()
+        for rank in range(self.ranks):
+            row = 0
+            for begin, end in self.held(length, rank):
+                pieces.append((begin, rank, (row, row + end - begin)))
+                row += end - begin
+        return tuple((rank, rows) for _, rank, rows in sorted(pieces))

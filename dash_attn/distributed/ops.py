@@ -1,0 +1,214 @@
+"""The operators dash_attn::context_parallel_forward and _backward, which torch.compile and checkpointing know by name.
+
+An operator takes the tokens of this rank, (batch, seqlen, heads, dim), and plain values. All ranks of the group call it
+at the same time. The steps of a call:
+
+1. `meet`: the ranks compare their arguments and learn how many tokens there are.
+2. `Heads.spread`: ranks that share heads exchange tokens for heads. It permutes.
+3. `Tokens`: each rank computes its panels, with keys and values gathered from the other ranks.
+4. `Heads.collect`: the way back of step 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from dash_attn.api.arguments import Arguments, documents_of, pose, wants_determinism
+from dash_attn.api.calls import read
+from dash_attn.api.ops import Order, Posed
+from dash_attn.backends import Gradients, Operands, Options, backend_for
+from dash_attn.distributed.heads import Heads
+from dash_attn.distributed.layout import Layout
+from dash_attn.distributed.meeting import meet
+from dash_attn.distributed.ranks import Ranks
+from dash_attn.distributed.tokens import Tokens
+from dash_attn.prepare import prepare
+
+SEPARATOR = "\n"  # of the fields of a text
+
+Boundaries = tuple[Tensor | None, Tensor | None]
+
+
+class Terms(NamedTuple):
+    """Everything about a call but its tensors.
+
+    groups  names of one or two process groups
+    ways    ranks that share the heads of a sequence
+    """
+
+    posed: Posed
+    order: Order
+    groups: tuple[str, ...]
+    ways: int
+    layout: str
+
+    def text(self) -> str:
+        """As an operator takes it. torch.compile traces this."""
+        (left, right, documents, tiles, scale), (policy, deterministic, sm_margin, panels) = self.posed, self.order
+        numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways)
+        cu = " ".join([str(x) for x in documents])
+        return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, policy, self.layout, *self.groups])
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def read(text: str) -> Terms:
+        left, right, scale, deterministic, sm_margin, panels, ways, cu, *others = text.split(SEPARATOR)
+        tiles, policy, layout, *groups = others
+        factor = None if scale == "None" else float(scale)
+        posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor)
+        order = Order(policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels))
+        return Terms(posed, order, tuple(groups), int(ways), layout)
+
+
+class Shape(NamedTuple):
+    """What a call knows of its tensors. `heads` are all heads of q and of k, also those on other ranks."""
+
+    batch: int
+    heads: tuple[int, int]
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, ways: int) -> Shape:
+        return Shape(q.shape[0], (q.shape[2] * ways, k.shape[2] * ways), q.shape[3], q.dtype, q.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call on which the ranks agree: the exchange of q and of k over heads, and the attention over tokens."""
+
+    q: Heads
+    k: Heads
+    tokens: Tokens
+
+
+@torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, terms: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """out and lse of this rank's tokens. If ranks share heads, also the operands of the backward after `spread`."""
+    said = Terms.read(terms)
+    rows = q.shape[1], k.shape[1]
+    call = agreed(Shape.of(q, k, 1), rows, (cu_seqlens, cu_seqlens_k), said)
+    if said.ways == 1:
+        return (*call.tokens.forward(q, k, v), [])
+    q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
+    out, lse = call.tokens.forward(q, k, v)
+    own_out, own_lse = call.q.collect(out), call.q.collect(lse.transpose(1, 2).unsqueeze(-1))
+    return own_out(), own_lse().squeeze(-1).transpose(1, 2).contiguous(), [q, k, v, out, lse]
+
+
+@torch.library.custom_op("dash_attn::context_parallel_backward", mutates_args=())
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    terms: str,
+    rows: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of this rank's tokens. `rows` are its numbers of queries and keys.
+
+    If ranks share heads, dout is as the forward gives out, and the other tensors are as `spread` gives them.
+    """
+    said = Terms.read(terms)
+    own_q, own_k = rows
+    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
+    if said.ways == 1:
+        return call.tokens.backward(Operands(dout, q, k, v, out, lse))
+    grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse))
+    dq, dk, dv = call.q.collect(grads.dq), call.k.collect(grads.dk), call.k.collect(grads.dv)
+    return Gradients(dq(), dk(), dv())
+
+
+@forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ways = Terms.read(str(others[-1])).ways
+    batch, len_q, heads, dim = q.shape
+    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads, len_q), dtype=torch.float32)
+    if ways == 1:
+        return out, lse, []
+    # With torch.compile every rank must have the same number of tokens.
+    q, k, v = (x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, dim)) for x in (q, k, v))
+    return out, lse, [q, k, v, q.new_empty(q.shape), lse.new_empty((batch, heads // ways, len_q * ways))]
+
+
+@backward.register_fake
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+    terms, (_, own_k) = str(others[-2]), cast(Sequence[int], others[-1])
+    ways = Terms.read(terms).ways
+    dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
+    return dout.new_empty(dout.shape), dk, dv
+
+
+def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: Terms) -> Call:
+    """The call, after all ranks have agreed on it."""
+    ranks = Ranks.named(terms.groups)
+    cu = tuple(None if x is None else read(x) for x in boundaries)
+    posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
+    lengths = meet(
+        ranks,
+        {
+            "software": backend_for(shape.device).software(),
+            "shape of q (batch, heads, dim)": (shape.batch, shape.heads[0], shape.dim),
+            "number of heads of k": shape.heads[1],
+            "dtype": shape.dtype,
+            "cu_seqlens": cu[0],
+            "cu_seqlens_k": cu[1],
+            "window (left, right)": (posed.left, posed.right),
+            "mask": (posed.documents, posed.tiles),
+            "scale": posed.scale,
+            "policy": order.policy,
+            "deterministic": order.deterministic,
+            "panels and layout": (order.panels, terms.layout),
+            "number of ranks that share heads (mode)": terms.ways,
+        },
+        rows,
+        shape.device,
+    )
+    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), ranks)
+
+
+@lru_cache(maxsize=256)
+def _call(
+    shape: Shape,
+    rows: tuple[tuple[int, int], ...],
+    cu: tuple[tuple[int, ...] | None, ...],
+    terms: str,
+    ranks: Ranks,
+) -> Call:
+    said = Terms.read(terms)
+    panels = said.order.panels
+    layout = Layout(said.layout, ranks.size, panels)
+    totals = tuple(sum(each) for each in zip(*rows, strict=True))
+    for name, mine, total in zip(("q", "k"), zip(*rows, strict=True), totals, strict=True):
+        if list(mine) != layout.lengths(total):
+            raise ValueError(
+                f"{name} has {list(mine)} tokens on the ranks, where layout {said.layout!r} with {panels} panels puts "
+                f"{layout.lengths(total)}: cut it with dash_attn.distributed.shard"
+            )
+    heads, tokens = ranks.split(said.ways)
+    whole_q, whole_k = (
+        torch.empty((shape.batch, total, count // said.ways, shape.dim), dtype=shape.dtype, device="meta")
+        for total, count in zip(totals, shape.heads, strict=True)
+    )
+    packing = documents_of(Arguments(cu_q=cu[0], cu_k=cu[1]), whole_q, whole_k)
+    problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels)
+    options = Options(bool(said.order.deterministic), said.order.sm_margin)
+    whole = prepare(problem, said.order.policy, options, shape.device)
+    whole.require_order()  # an error here comes on all ranks, before tensors are sent
+    own = Tokens(whole, tokens, Layout(said.layout, tokens.size, panels))
+    own.require_panels()
+    q, k = (Heads.of(heads, layout, total, ranks.number) for total in totals)
+    return Call(q, k, own)

@@ -1,0 +1,148 @@
+"""Routes: which rows of which panel's dK and dV travel to which rank, and in which order they are added there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from dash_attn.distributed.layout import Layout, Range
+from dash_attn.problem import Panel, Problem
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that travel: those of one panel that one rank holds.
+
+    source  the rank that computes the panel
+    panel   its number among the panels of that rank
+    rows    keys, counted from the first key of the panel
+    first   the first of these rows among all rows that travel from this source to this rank
+    """
+
+    source: int
+    panel: int
+    rows: Range
+    first: int
+
+    @property
+    def count(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Keys of one sequence that one rank holds, and the parts that are added there: last queries first.
+
+    `rows` are counted in the rank's own tensor, flattened over the batch. All parts begin at the first of these keys.
+    The first part has all of them.
+    """
+
+    rows: Range
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of one rank.
+
+    panels    its panels. q_row counts its own rows, flattened over the batch
+    sums      the sums over its own keys. Keys outside of all sums have gradient 0
+    sent      for each rank, the parts that travel there
+    received  for each rank, the number of rows that come from there
+    """
+
+    panels: tuple[Panel, ...]
+    sums: tuple[Sum, ...]
+    sent: tuple[tuple[Part, ...], ...]
+    received: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: Problem, layout: Layout, rank: int) -> Routes:
+        panels, place = _panels(problem, layout)
+        every = [_sums(problem, layout, place, to) for to in range(layout.ranks)]
+        sent = [sorted((p for s in sums for p in s.parts if p.source == rank), key=lambda p: p.first) for sums in every]
+        received = [0] * layout.ranks
+        for part in (part for each in every[rank] for part in each.parts):
+            received[part.source] += part.count
+        return Routes(panels[rank], _joined(every[rank]), tuple(map(tuple, sent)), tuple(received))
+
+
+@lru_cache(maxsize=64)
+def _panels(
+    problem: Problem, layout: Layout
+) -> tuple[tuple[tuple[Panel, ...], ...], dict[int, list[tuple[int, int, Panel]]]]:
+    """The panels of each rank, and for each sequence its panels with rank and number, last queries first."""
+    size = max(1, -(-problem.len_q // layout.panels))
+    firsts = _firsts(problem.len_q, layout)
+    lengths = layout.lengths(problem.len_q)
+    panels: list[list[Panel]] = [[] for _ in range(layout.ranks)]
+    place: dict[int, list[tuple[int, int, Panel]]] = {}
+    for panel in problem.panel_list:
+        if panel.len_q:
+            batch, row = divmod(panel.q_row, problem.len_q)
+            number = row // size
+            rank = layout.holder[number]
+            own = batch * lengths[rank] + firsts[number] + row - number * size
+            place.setdefault(panel.sequence, []).insert(0, (rank, len(panels[rank]), panel))
+            panels[rank].append(panel._replace(q_row=own))
+    return tuple(map(tuple, panels)), place
+
+
+def _firsts(length: int, layout: Layout) -> list[int]:
+    """The first row of each range among the rows of its rank."""
+    ranges, firsts = layout.ranges(length), [0] * layout.panels
+    for numbers in layout.numbers:
+        counts = [ranges[i][1] - ranges[i][0] for i in numbers]
+        for i, first in zip(numbers, accumulate(counts, initial=0), strict=False):
+            firsts[i] = first
+    return firsts
+
+
+def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int, Panel]]], to: int) -> tuple[Sum, ...]:
+    """The sums over the keys of rank `to`, in ascending order of its rows."""
+    held, length = layout.held(problem.len_k, to), layout.lengths(problem.len_k)[to]
+    counts, sums = [0] * layout.ranks, list[Sum]()
+    for number, sequence in enumerate(problem.sequences):
+        batch, begin = divmod(sequence.k_row, problem.len_k) if problem.len_k else (0, 0)
+        for rows, own in _held_rows(held, (begin, begin + sequence.len_k)):
+            parts = list[Part]()
+            for source, panel_number, panel in place.get(number, ()):
+                count = min(rows[1], begin + panel.len_k) - rows[0]
+                if count > 0:
+                    first = rows[0] - begin
+                    parts.append(Part(source, panel_number, (first, first + count), counts[source]))
+                    counts[source] += count
+            if parts:
+                first = batch * length + own
+                sums.append(Sum((first, first + rows[1] - rows[0]), tuple(parts)))
+    return tuple(sums)
+
+
+def _held_rows(held: list[Range], keys: Range) -> Iterator[tuple[Range, int]]:
+    """The rows of a rank that are among some keys, and the first of them among the rank's own rows."""
+    row = 0
+    for begin, end in held:
+        low, high = max(begin, keys[0]), min(end, keys[1])
+        if low < high:
+            yield (low, high), row + low - begin
+        row += end - begin
+
+
+def _joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
+    """Neighbouring sums of one part each, from one rank, as one sum. A pack of short documents has many of them."""
+    joined = list[Sum]()
+    for each in sums:
+        if joined and len(each.parts) == len(joined[-1].parts) == 1:
+            (part,), (last,) = each.parts, joined[-1].parts
+            if (
+                joined[-1].rows[1] == each.rows[0]
+                and part.source == last.source
+                and last.first + last.count == part.first
+            ):
+                rows = (last.rows[0], last.rows[1] + part.count)
+                joined[-1] = Sum((joined[-1].rows[0], each.rows[1]), (replace(last, rows=rows),))
+                continue
+        joined.append(each)
+    return tuple(joined)

@@ -1,0 +1,186 @@
+"""predict: how long attention takes on many GPUs, in a model of computing rates and links.
+
+A prediction is no measurement. The bytes are those that the code sends. The rates and links are numbers of `Cluster`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from dash_attn.distributed.heads import Heads
+from dash_attn.distributed.layout import Layout, usual_panels
+from dash_attn.distributed.ranks import Axis
+from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.tokens import Load, chunks_of, load_of
+from dash_attn.problem import Problem
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of H200 GPUs. Rates are numbers a second.
+
+    node               GPUs of a node
+    forward, backward  flops of attention on one GPU, bf16, head dim 128, causal (measured: 8k tokens in the forward,
+                       benchmarks/results/block_h200.json; 128k in the backward, length_h200.json)
+    nvlink             bytes that a GPU sends inside its node (published: 900 GB/s, both directions together)
+    network            bytes that a GPU sends to other nodes (published: InfiniBand NDR, 400 Gbit/s for each GPU)
+    reached            share of the published rates that collectives reach (assumed)
+    latency            seconds of a collective without bytes (assumed)
+    """
+
+    node: int = 8
+    forward: float = 600e12
+    backward: float = 580e12
+    nvlink: float = 450e9
+    network: float = 50e9
+    reached: float = 0.8
+    latency: float = 20e-6
+
+    def exchange(self, rank: int, members: Sequence[int], sent: Sequence[int]) -> float:
+        """Seconds in which a rank sends a number of bytes to each of the members."""
+        pairs = [(member // self.node == rank // self.node, size) for member, size in zip(members, sent, strict=True)]
+        near, far = (sum(size for is_near, size in pairs if is_near is which) for which in (True, False))
+        return self._seconds(near, far)
+
+    def gather(self, rank: int, members: Sequence[int], size: int) -> float:
+        """Seconds in which all members get `size` bytes of each. What comes from other nodes enters a node once."""
+        here = sum(member // self.node == rank // self.node for member in members)
+        return self._seconds(size * (len(members) - 1) if here > 1 else 0, size * (len(members) - here) // here)
+
+    def _seconds(self, near: int, far: int) -> float:
+        return self.latency + max(near / self.nvlink, far / self.network) / self.reached
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One forward and one backward of attention, on the rank that takes longest. Times are seconds.
+
+    exposed       time in which the rank computes nothing
+    sent_bytes    to other ranks, in forward and backward
+    memory_bytes  beside the tensors of the call and the workspace of the backward
+    """
+
+    mode: str
+    layout: str
+    ranks: int
+    heads_over: int
+    tokens_over: int
+    panels: int
+    forward: float
+    backward: float
+    exposed: float
+    sent_bytes: int
+    memory_bytes: int
+
+
+def predict(problem: Problem, ranks: int, mode: str, layout: str, cluster: Cluster | None = None) -> Prediction:
+    """Predict a call of context_parallel_attention on `ranks` ranks. The problem is the whole one, without panels."""
+    ways = math.gcd(problem.heads_kv, ranks) if mode == "a2a" else 1
+    panels = usual_panels(ranks)
+    own = replace(problem, heads_q=problem.heads_q // ways, heads_kv=problem.heads_kv // ways, panels=panels)
+    # The ranks in the middle and at the ends differ most. Ranks that share heads have the same work.
+    numbers = sorted({0, ranks // 2 // ways * ways, ranks - ways})
+    spans = [Rank(own, layout, ranks, ways, number).spans(cluster or Cluster()) for number in numbers]
+    worst = max(spans, key=lambda each: each.forward + each.backward)
+    exposed = worst.forward + worst.backward - worst.computing
+    times = worst.forward, worst.backward, exposed
+    return Prediction(mode, layout, ranks, ways, ranks // ways, panels, *times, worst.sent, worst.memory)
+
+
+class Spans(NamedTuple):
+    """Seconds of one rank, and the bytes that it sends and holds."""
+
+    forward: float
+    backward: float
+    computing: float
+    sent: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of a predicted call. The problem has the heads of this rank, and all tokens."""
+
+    problem: Problem
+    layout: str
+    ranks: int
+    ways: int
+    number: int
+
+    def spans(self, machines: Cluster) -> Spans:
+        flops = self.problem.batch * self.problem.heads_q * self.problem.dim * self._pairs()
+        computing = 4 * flops / machines.forward, 10 * flops / machines.backward
+        exchanged, held = self._exchanged(), 0
+        first = self.number - self.number % self.ways
+        near = range(first, first + self.ways)
+        forward, backward = (
+            seconds + (machines.exchange(self.number, near, self._to_others(near, size)) if self.ways > 1 else 0.0)
+            for seconds, size in zip(computing, exchanged, strict=True)
+        )
+        sent = sum(exchanged)
+        if self.ways < self.ranks:
+            load, to = self._load()
+            count = len(chunks_of(self.problem))
+            across = range(self.number % self.ways, self.ranks, self.ways)
+            gather = machines.gather(self.number, across, load.gathered_sent // (len(across) - 1) // count)
+            add = machines.exchange(self.number, across, [size // count for size in to])
+            forward += pipeline(count, computing[0] / count, gather, 0.0) - computing[0]
+            backward += pipeline(count, computing[1] / count, gather, add) - computing[1]
+            sent, held = sent + 2 * load.gathered_sent + load.sums_sent, load.gathered + load.sums
+        return Spans(forward, backward, sum(computing), sent, held)
+
+    def _pairs(self) -> int:
+        """Pairs of a query of this rank and a key that it sees."""
+        first, end = self.problem.mask.intervals(self.problem.len_q, self.problem.len_k)
+        held = self._tokens().held(self.problem.len_q, self.number // self.ways)
+        return sum(int((end[a:b] - first[a:b]).sum(dtype=np.int64)) for a, b in held)
+
+    def _tokens(self) -> Layout:
+        return Layout(self.layout, self.ranks // self.ways, self.problem.panels)
+
+    def _exchanged(self) -> tuple[int, int]:
+        """Bytes that the exchange over heads sends to other ranks, in the forward and in the backward."""
+        problem, item = self.problem, 4 if self.problem.dtype == "float32" else 2
+        axis = Axis("", tuple(range(self.ways)), self.number % self.ways, self.ranks)
+        whole = Layout(self.layout, self.ranks, problem.panels)
+        q, k = (Heads.of(axis, whole, length, self.number) for length in (problem.len_q, problem.len_k))
+        wide, narrow = (heads * self.ways * problem.dim for heads in (problem.heads_q, problem.heads_kv))
+        batch = problem.batch
+        out, back = q.spread_numbers(batch, wide), q.collect_numbers(batch, wide)
+        forward = item * (out + 2 * k.spread_numbers(batch, narrow) + back)
+        forward += 4 * q.collect_numbers(batch, problem.heads_q * self.ways)
+        return forward, item * (out + back + 2 * k.collect_numbers(batch, narrow))
+
+    def _to_others(self, members: range, size: int) -> list[int]:
+        """The same number of bytes to each other member."""
+        return [0 if member == self.number else size // (len(members) - 1) for member in members]
+
+    def _load(self) -> tuple[Load, list[int]]:
+        """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
+        number, tokens, problem = self.number // self.ways, self._tokens(), self.problem
+        routes = Routes.of(problem, tokens, number)
+        row = 4 * 2 * problem.dim * problem.heads_kv
+        to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
+        return load_of(problem, tokens, routes, number), to
+
+
+def pipeline(count: int, compute: float, gather: float, add: float) -> float:
+    """Seconds of `count` parts, each of which is gathered, computed and sent to be added.
+
+    Collectives run one after the other, in the order in which Tokens starts them: a part is gathered while the part
+    before is computed, and sums are sent when their part is computed.
+    """
+    link, done, arrived = gather, 0.0, [gather]
+    for number in range(count):
+        if number + 1 < count:
+            link += gather
+            arrived.append(link)
+        done = max(done, arrived[number]) + compute
+        if add:
+            link = max(link, done) + add
+    return max(done, link if add else 0.0)

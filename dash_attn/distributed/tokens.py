@@ -1,0 +1,202 @@
+"""The attention over tokens: each rank computes the panels of its own queries.
+
+Keys and values are gathered from all ranks, some heads at a time: while a rank computes with some heads, the next ones
+are under way. dQ of a panel is complete on its rank. The dK and dV of each panel travel in float32 to the ranks that
+hold the keys, and are added there in the order of the whole problem. No collective adds anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dash_attn.backends import Gradients, Held, KeySums, Operands
+from dash_attn.distributed.layout import Layout
+from dash_attn.distributed.ranks import Arrival, Axis
+from dash_attn.distributed.routes import Routes
+from dash_attn.prepare import Prepared, prepare_panels
+from dash_attn.problem import Problem
+
+# Bytes of gathered keys and values that are worth a collective of their own. The number changes no bit.
+CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some neighbouring kv heads, and the q heads of their groups."""
+
+    q: slice
+    k: slice
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+
+class Load(NamedTuple):
+    """Bytes that a rank sends to others and holds at most: of gathered keys and values, of float32 dK and dV."""
+
+    gathered_sent: int
+    gathered: int
+    sums_sent: int
+    sums: int
+
+
+def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load:
+    """What a rank sends and holds if the tokens lie on several ranks."""
+    chunks, item = chunks_of(problem), 4 if problem.dtype == "float32" else 2
+    share = problem.batch * max(layout.lengths(problem.len_k))
+    arrived = min(2, len(chunks)) * layout.ranks * share  # rows; the heads after those in work are under way
+    to = [sum(part.count for part in parts) for parts in routes.sent]
+    rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
+    width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
+    return Load(
+        item * width * share * (layout.ranks - 1),
+        item * at_once * (arrived + problem.batch * problem.len_k),
+        4 * width * (sum(to) - to[rank]),
+        4 * at_once * rows,
+    )
+
+
+def chunks_of(problem: Problem) -> list[Chunk]:
+    """The kv heads, cut into parts that are gathered one after the other."""
+    bytes_a_head = 2 * problem.batch * problem.len_k * problem.dim * 2
+    count = min(problem.heads_kv, max(1, CHUNK_BYTES // max(1, bytes_a_head)))
+    firsts = range(0, problem.heads_kv, count)
+    kv = [slice(first, min(first + count, problem.heads_kv)) for first in firsts]
+    return [Chunk(slice(each.start * problem.group, each.stop * problem.group), each) for each in kv]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A problem on the axis over tokens. Tensors have the tokens of this rank, (batch, seqlen, heads, dim)."""
+
+    whole: Prepared
+    axis: Axis
+    layout: Layout
+
+    @cached_property
+    def routes(self) -> Routes:
+        return Routes.of(self.whole.problem, self.layout, self.axis.number)
+
+    @property
+    def is_local(self) -> bool:
+        """One rank holds the whole problem, or there is nothing to compute."""
+        return self.axis.size == 1 or self.whole.is_empty
+
+    def require_panels(self) -> None:
+        """Raise an error if the device cannot compute single panels. It comes on all ranks, before tensors are sent."""
+        if self.is_local:
+            return
+        try:
+            self._held(chunks_of(self.whole.problem)[0])
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"{self.axis.size} ranks share the tokens of a kv head: {error}. Or use mode='a2a' with a number of "
+                "ranks that divides the kv heads"
+            ) from error
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse (batch, heads, seqlen)."""
+        if self.is_local:
+            return self.whole.forward(q, k, v)
+        outs, lses = list[Tensor](), list[Tensor]()
+        for chunk, keys, values in self._gathered(k, v):
+            mine = q[:, :, chunk.q]
+            out, lse = self._held(chunk).forward(_joined(mine), keys, values)
+            outs.append(out.view(mine.shape))
+            lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
+        return torch.cat(outs, 2), torch.cat(lses, 1)
+
+    def backward(self, operands: Operands) -> Gradients:
+        if self.is_local:
+            return self.whole.backward(operands)
+        dqs, sums, pending = list[Tensor](), list[KeySums](), None
+        for chunk, keys, values in self._gathered(operands.k, operands.v):
+            dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
+            lse = operands.lse[:, chunk.q].transpose(0, 1).flatten(1).unsqueeze(0)
+            held = self._held(chunk)
+            partials = held.backward(Operands(_joined(dout), _joined(q), keys, values, _joined(out), lse))
+            dqs.append(partials.dq.view(q.shape))
+            if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
+                sums.append(pending())
+            pending = self._summed(held, partials.sums, operands.k[:, :, chunk.k])
+        if pending is not None:
+            sums.append(pending())
+        dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
+        return Gradients(torch.cat(dqs, 2), dk, dv)
+
+    def load(self) -> Load:
+        """What this rank sends and holds."""
+        if self.is_local:
+            return Load(0, 0, 0, 0)
+        return load_of(self.whole.problem, self.layout, self.routes, self.axis.number)
+
+    def _held(self, chunk: Chunk) -> Held:
+        heads_q, heads_kv = chunk.heads
+        problem = replace(self.whole.problem, heads_q=heads_q, heads_kv=heads_kv)
+        whole = self.whole
+        return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
+
+    def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
+        """The keys and values of all ranks in ascending order, (1, rows, heads, dim), some heads at a time."""
+        chunks = chunks_of(self.whole.problem)
+        arrivals = [self._gather(k, v, chunks[0])]
+        for number, chunk in enumerate(chunks):
+            if number + 1 < len(chunks):
+                arrivals.append(self._gather(k, v, chunks[number + 1]))
+            keys, values = arrivals.pop(0)()
+            yield chunk, keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
+
+    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Arrival:
+        length = self.whole.problem.len_k
+        most = max(self.layout.lengths(length))
+        sent = k.new_empty((2, k.shape[0], most, chunk.heads[1], k.shape[3]))
+        for into, x in zip(sent, (k, v), strict=True):
+            into[:, : x.shape[1]] = x[:, :, chunk.k]
+            into[:, x.shape[1] :] = 0
+        arrival = self.axis.all_gather(sent)
+
+        def finish() -> Tensor:
+            parts = arrival()
+            return torch.cat([parts[rank, :, :, first:end] for rank, (first, end) in self.layout.pieces(length)], 2)
+
+        return finish
+
+    def _summed(self, held: Held, sums: tuple[KeySums, ...], model: Tensor) -> Callable[[], KeySums]:
+        """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys."""
+        routes, width = self.routes, model.shape[2] * model.shape[3]
+        # For each rank first the rows of dK, then those of dV.
+        rows = [
+            sums[part.panel][which][0, slice(*part.rows)].flatten()
+            for parts in routes.sent
+            for which in range(2)
+            for part in parts
+        ]
+        sent = torch.cat(rows) if rows else model.new_empty(0, dtype=torch.float32)
+        sizes = [2 * width * sum(part.count for part in parts) for parts in routes.sent]
+        expected = [2 * width * count for count in routes.received]
+        arrival = self.axis.exchange(sent, sizes, expected)
+
+        def finish() -> KeySums:
+            arrived = [part.view(2, 1, -1, *model.shape[2:]) for part in torch.split(arrival(), expected)]
+            into = KeySums(*[torch.zeros_like(model, memory_format=torch.contiguous_format) for _ in range(2)])
+            flat = [x.flatten(0, 1).unsqueeze(0) for x in into]
+            for each in routes.sums:
+                parts = (
+                    KeySums(*arrived[part.source][:, :, part.first : part.first + part.count]) for part in each.parts
+                )
+                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in flat]))
+            return into
+
+        return finish
+
+
+def _joined(x: Tensor) -> Tensor:
+    """The sequences of a batch one after the other: (1, rows, heads, dim)."""
+    return x.flatten(0, 1).unsqueeze(0)

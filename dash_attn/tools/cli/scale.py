@@ -1,0 +1,59 @@
+"""dash-attn scale: attention over a sequence on many GPUs, in a model."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from rich.table import Table
+from typer import Option
+
+from dash_attn.tools.cli.app import Json, command, emit
+from dash_attn.tools.cli.tables import console, working
+from dash_attn.tools.cli.workload import ProblemOptions, parse_names
+
+RanksOption = Annotated[str, Option("--ranks", help="numbers of GPUs, separated by commas")]
+
+
+@command("scale", heads=32, kv_heads=8, seqlen=131072)
+def scale(problem: ProblemOptions, ranks: RanksOption = "8", as_json: Json = False) -> None:
+    """Predict attention over one sequence on several GPUs: time, exposed communication, bytes sent and held."""
+    from dash_attn.distributed.scale import predict  # torch takes seconds to import
+
+    whole = problem.problem()
+    with working("predicting"):
+        rows = [
+            asdict(predict(whole, number, mode, layout))
+            for number in _numbers(ranks)
+            for mode in ("a2a", "all_gather")
+            for layout in ("zigzag", "contiguous")
+        ]
+    if as_json:
+        emit(rows)
+        return
+    heads = f"{whole.heads_q} query and {whole.heads_kv} key/value heads of {whole.dim}"
+    console().print(_table(rows, f"{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"))
+
+
+def _numbers(text: str) -> list[int]:
+    names = parse_names(text)
+    if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
+        raise ValueError(f"--ranks {text!r}: expected whole numbers from 1, separated by commas")
+    return [int(name) for name in names]
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    """The fastest row of each number of ranks is marked."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in ("ranks", "mode", "layout"):
+        table.add_column(name)
+    for name in ("heads over", "forward ms", "backward ms", "exposed ms", "sent GiB", "held GiB", ""):
+        table.add_column(name, justify="right")
+    best = {row["ranks"]: min(x["forward"] + x["backward"] for x in rows if x["ranks"] == row["ranks"]) for row in rows}
+    for row in rows:
+        times = [f"{1000 * row[name]:.1f}" for name in ("forward", "backward", "exposed")]
+        sizes = [f"{row[name] / 2**30:.2f}" for name in ("sent_bytes", "memory_bytes")]
+        fastest = "fastest" if row["forward"] + row["backward"] == best[row["ranks"]] else ""
+        place = str(row["ranks"]), row["mode"], row["layout"], str(row["heads_over"])
+        table.add_row(*place, *times, *sizes, fastest)
+    return table

@@ -1,0 +1,337 @@
+"""What the processes of the tests do. The functions are called by name, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import dash_attn
+from dash_attn.api.arguments import Arguments
+from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
+from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.routes import Routes
+from tests.distributed.pool import Groups
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem. Packed if `cu` is given: then the batch is left out."""
+
+    batch: int = 1
+    lengths: tuple[int, int] = (48, 48)
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 8
+    dtype: torch.dtype = torch.float32
+    panels: int = 16
+    arguments: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return "cu_seqlens" in self.arguments
+
+    @property
+    def dim_of_tokens(self) -> int:
+        return 0 if self.packed else 1
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of out."""
+        noise = torch.Generator().manual_seed(self.seed)
+        batch = () if self.packed else (self.batch,)
+        sides = (0, 1, 1, 0)
+        q, k, v, dout = (
+            torch.randn((*batch, self.lengths[side], self.heads[side], self.dim), generator=noise).to(self.dtype)
+            for side in sides
+        )
+        return q, k, v, dout
+
+    def alone(self) -> list[Tensor]:
+        """The results in one process."""
+        q, k, v, dout = self.tensors()
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = dash_attn.attention(*leaves, panels=self.panels, return_lse=True, **self.arguments)
+        return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+
+
+def apart(case: Case, group: Any, mode: str, layout: str) -> list[Tensor]:
+    """The results on the ranks of a group, joined."""
+    place = {"group": group, "layout": layout, "panels": case.panels}
+    q, k, v, dout = (shard(x, dim=case.dim_of_tokens, **place) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = context_parallel_attention(*leaves, mode=mode, return_lse=True, **place, **case.arguments)
+    grads = torch.autograd.grad(out, leaves, dout)
+    whole = [unshard(x, dim=case.dim_of_tokens, **place) for x in (out.detach(), *grads)]
+    return [whole[0], unshard(lse, dim=-1, **place), *whole[1:]]
+
+
+def differences(results: list[Tensor], expected: list[Tensor]) -> list[str]:
+    """The names of the results whose bits differ."""
+    return [name for name, a, b in zip(NAMES, results, expected, strict=True) if not same_bits(a, b)]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """0 and -0 differ, and a NaN equals itself."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    kind = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+def equal_everywhere(groups: Groups, case: Case, sizes: tuple[int, ...], chunk_bytes: int) -> dict[str, list[str]]:
+    """Compare every number of ranks, mode and layout with one process: the results that differ."""
+    tokens.CHUNK_BYTES = chunk_bytes
+    expected = case.alone() if 1 in groups else []
+    wrong: dict[str, list[str]] = {}
+    places: list[tuple[str, Any, tuple[str, ...]]] = [
+        (f"{size} ranks", groups[size], ("a2a", "all_gather")) for size in sizes if size in groups
+    ]
+    places += [(f"mesh {shape}", mesh, ("auto",)) for shape, mesh in meshes(groups, case).items()]
+    for name, group, modes in places:
+        for mode in modes:
+            for layout in ("zigzag", "contiguous"):
+                results = apart(case, group, mode, layout)
+                if expected and (differ := differences(results, expected)):
+                    wrong[f"{name}, {mode}, {layout}"] = differ
+    return wrong
+
+
+def meshes(groups: Groups, case: Case) -> dict[tuple[int, int], DeviceMesh]:
+    """Meshes over all processes, (tokens, heads), whose second dimension divides the kv heads."""
+    size = max(groups)
+    shapes = [(size // ways, ways) for ways in (2, 4) if size > ways and case.heads[1] % ways == 0]
+    return {shape: mesh_of(shape) for shape in shapes}
+
+
+@lru_cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
+    """What `explain` says, and the bytes of floating-point tensors sent to other ranks in forward and backward."""
+    group = max(groups)
+    counted = [0]
+    exchange, gather = torch.distributed.all_to_all_single, ranks._all_gather
+
+    def counted_exchange(into: Tensor, x: Tensor, expected: list[int], sizes: list[int], **others: Any) -> Any:
+        counted[0] += (sum(sizes) - sizes[torch.distributed.get_rank()]) * x.element_size()
+        return exchange(into, x, expected, sizes, **others)
+
+    def counted_gather(into: Tensor, x: Tensor, **others: Any) -> Any:
+        counted[0] += x.nbytes * (group - 1) * x.is_floating_point()
+        return gather(into, x, **others)
+
+    tokens.CHUNK_BYTES = 1
+    q, k, v, dout = (shard(x, dim=case.dim_of_tokens) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    said = explain(*leaves, mode=mode, **case.arguments)
+    torch.distributed.all_to_all_single, ranks._all_gather = counted_exchange, counted_gather
+    try:
+        out = context_parallel_attention(*leaves, mode=mode, **case.arguments)
+        forward, counted[0] = counted[0], 0
+        out.backward(dout)
+    finally:
+        torch.distributed.all_to_all_single, ranks._all_gather = exchange, gather
+    return said, [forward, counted[0]]
+
+
+def reversed_fold(groups: Groups, case: Case) -> list[str]:
+    """The control: the results that differ if dK and dV are added in another order."""
+    of = Routes.of
+
+    def turned(problem: Any, layout: Any, rank: int) -> Routes:
+        routes = of(problem, layout, rank)
+        # The first part stays the first, because it alone has all rows.
+        sums = tuple(replace(each, parts=(each.parts[0], *reversed(each.parts[1:]))) for each in routes.sums)
+        return replace(routes, sums=sums)
+
+    tokens.Routes.of = staticmethod(turned)  # type: ignore[assignment]
+    try:
+        ops._call.cache_clear()
+        return differences(apart(case, None, "all_gather", "zigzag"), case.alone())
+    finally:
+        tokens.Routes.of = staticmethod(of)  # type: ignore[method-assign]
+        ops._call.cache_clear()
+
+
+def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) -> list[str]:
+    """Each rank calls with its own arguments: the errors of this rank."""
+    said = list[str]()
+    if size not in groups:
+        return said
+    group, case = groups[size], Case()
+    for arguments in calls:
+        mine = dict(arguments[group.rank()])
+        dtype, rows, layout = mine.pop("dtype", case.dtype), mine.pop("rows", None), mine.get("layout", "zigzag")
+        q, k, v, _ = (shard(x.to(dtype), group=group, dim=1, layout=layout) for x in case.tensors())
+        try:
+            context_parallel_attention(q[:, :rows], k, v, group=group, **mine)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    return said
+
+
+def beside_tensor_parallel(groups: Groups, case: Case) -> list[str]:
+    """Half of the heads on each half of the ranks, and the tokens over the ranks of a half: the results that differ."""
+    mesh = init_device_mesh("cpu", (2, max(groups) // 2), mesh_dim_names=("tp", "cp"))
+    half = mesh.get_local_rank("tp")
+    q, k, v, dout = (x.chunk(2, 2)[half] for x in case.tensors())
+    leaves = [shard(x, group=mesh["cp"], dim=1).requires_grad_() for x in (q, k, v)]
+    out = context_parallel_attention(*leaves, group=mesh["cp"], **case.arguments)
+    grads = torch.autograd.grad(out, leaves, shard(dout, group=mesh["cp"], dim=1))
+    whole = [unshard(x, group=mesh["cp"], dim=1) for x in (out.detach(), *grads)]
+    out, _, *expected = case.alone()
+    pairs = zip(("out", "dq", "dk", "dv"), whole, (out, *expected), strict=True)
+    return [name for name, mine, every in pairs if not same_bits(mine, every.chunk(2, 2)[half])]
+
+
+class Layer(torch.nn.Module):
+    """A projection, attention over the tokens of all ranks, and another projection."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.heads = group, (4, 8)
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(-3)
+        return self.out(context_parallel_attention(q, k, v, group=self.group, causal=True).flatten(2))
+
+
+def under_fsdp(groups: Groups, size: int) -> bool:
+    """Whether a layer under FSDP2, over the ranks that share its tokens, has the gradients of the plain layer."""
+    if size not in groups:
+        return True
+    group = groups[size]
+    torch.manual_seed(0)
+    plain, x = Layer(group), shard(torch.randn(1, 64, 32), group=group, dim=1)
+    plain(x).square().sum().backward()
+    for weight in plain.parameters():
+        torch.distributed.all_reduce(weight.grad, group=group)
+    torch.manual_seed(0)
+    sharded = fully_shard(Layer(group), mesh=DeviceMesh.from_group(group, "cpu"))
+    sharded(x).square().sum().backward()
+    pairs = zip(plain.parameters(), sharded.parameters(), strict=True)
+    return all(torch.allclose(a.grad, b.grad.full_tensor() * size, rtol=1e-4, atol=1e-5) for a, b in pairs)
+
+
+def check_operators(groups: Groups, mode: str, size: int) -> None:
+    """torch's own checks of the operators: schema, and shapes and strides against those that torch.compile expects."""
+    if size not in groups:
+        return
+    group = groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
+    asked = Arguments(causal=True, panels=16)
+    terms = terms_of(q, k, v, asked, (ranks.ranks_of(group), mode, "zigzag")).text()
+    out, lse, spread = ops.forward(q, k, v, None, None, terms)
+    checks = ("test_schema", "test_faketensor")
+    forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
+    torch.library.opcheck(forward, (q, k, v, None, None, terms), test_utils=checks)
+    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, terms, (q.shape[1], k.shape[1]))
+    torch.library.opcheck(backward, operands, test_utils=checks)
+
+
+def refusals(groups: Groups, size: int) -> list[str]:
+    """The errors of calls that all ranks make alike."""
+    if size not in groups:
+        return []
+    group = groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
+    q.requires_grad_()
+
+    def twice(mode: str) -> None:
+        out = context_parallel_attention(q, k, v, group=group, mode=mode)
+        torch.autograd.grad(out, q, dout, create_graph=True)
+
+    def call(**arguments: Any) -> None:
+        context_parallel_attention(q, k, v, **{"group": group, **arguments})
+
+    cells = dash_attn.tiles([[True]], 48, 48)
+    calls: list[Any] = [
+        lambda: twice("a2a"),
+        lambda: twice("all_gather"),
+        lambda: call(mask=cells),
+        lambda: call(mode="ring"),
+        lambda: call(mode="a2a+all_gather"),
+        lambda: call(group="world"),
+        lambda: call(panels=6),
+        lambda: unshard(q, group=group, dim=1),
+        lambda: unshard(k[:, :20], group=group, dim=1, panels=16) if group.rank() else unshard(k, group=group, dim=1),
+    ]
+    said = list[str]()
+    for each in calls:
+        try:
+            each()
+        except (ValueError, NotImplementedError) as error:
+            said.append(str(error))
+        else:
+            said.append("no error")
+    return said
+
+
+def die_or_wait(groups: Groups, where: str) -> tuple[str, float]:
+    """The last rank dies before the forward or before the backward: the error of the others, and after how long."""
+    case, size = Case(arguments={"causal": True}), max(groups)
+    q, k, v, dout = (shard(x, dim=1) for x in case.tensors())
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dies = torch.distributed.get_rank() == size - 1
+    context_parallel_attention(*leaves, mode="all_gather", causal=True)
+    begin = time.monotonic()
+    try:
+        if dies and where == "forward":
+            os._exit(1)
+        out = context_parallel_attention(*leaves, mode="all_gather", causal=True)
+        if dies:
+            os._exit(1)
+        out.backward(dout)
+    except RuntimeError as error:
+        assert all(x.grad is None for x in leaves)
+        return type(error).__name__, time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | None:
+    """Gradients of one use of attention, in a way that training uses it, against the plain way."""
+    if size not in groups:
+        return None
+    case, group = Case(arguments={"causal": True}, heads=(4, 4)), groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return context_parallel_attention(q, k, v, group=group, causal=True, mode=mode)
+
+    def gradients(function: Any, times: int = 1) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        for _ in range(times):
+            out = function(*leaves)
+            out.backward(dout if out.ndim else None)
+        return [out.detach(), *[leaf.grad for leaf in leaves]]
+
+    plain = gradients(attend)
+    if way == "strides":  # inputs that are slices of one tensor, and a gradient that is one number
+        plain = gradients(lambda *x: attend(*x).sum())
+        other = gradients(lambda *x: attend(*torch.stack(x, 2).unbind(2)).sum())
+    elif way == "late":  # the other ranks wait
+        time.sleep(group.rank())
+        other = gradients(attend)
+    elif way == "checkpoint":
+        other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
+    elif way == "compile":
+        other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"))
+    else:
+        other = gradients(attend, 2)
+        plain = [plain[0], *[x + x for x in plain[1:]]]
+    return [name for name, a, b in zip(("out", "dq", "dk", "dv"), plain, other, strict=True) if not same_bits(a, b)]

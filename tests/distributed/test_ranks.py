@@ -1,0 +1,165 @@
+"""Context parallel attention has the bits of one process, on 1, 2, 4 and 8 ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from dash_attn.distributed.scale import predict
+from dash_attn.problem import CAUSAL, Problem, documents
+from tests.distributed import jobs
+from tests.distributed.jobs import Case
+from tests.distributed.pool import Pool
+
+SIZES = (1, 2, 4, 8)
+SMALL = 1  # bytes of a chunk: every kv head is gathered by itself
+LARGE = 2**30
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(max(SIZES))
+    yield pool
+    pool.close()
+
+
+PACK = [0, 5, 5, 22, 23, 48]
+
+# Results in 16 bits seldom show in which order they were added. So most cases are float32.
+CASES = {
+    "full": Case(heads=(8, 4), dtype=torch.bfloat16),
+    "causal": Case(heads=(8, 4), arguments={"causal": True}),
+    "window": Case(batch=2, arguments={"causal": True, "window": (9, 0)}),
+    "pack": Case(arguments={"cu_seqlens": PACK}),
+    "causal pack": Case(heads=(8, 4), arguments={"cu_seqlens": PACK, "causal": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mode_layout_and_number_of_ranks_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
+    assert pool.run(jobs.equal_everywhere, CASES[name], SIZES, SMALL)[0] == {}
+
+
+def random_case(seed: int) -> Case:
+    chance = random.Random(seed)
+    heads_kv = chance.choice([1, 2, 3, 4, 8])
+    lengths = chance.choice([(n, n) for n in (1, 7, 40, 65)] + [(33, 50), (50, 33), (16, 3)])
+    arguments: dict[str, Any] = {"causal": chance.random() < 0.6}
+    if chance.random() < 0.4:
+        arguments["window"] = chance.choice([(8, 0), (5, 6), (0, 20)])
+    if chance.random() < 0.5:
+        count = chance.randint(1, 5)
+        cuts = [sorted(chance.randint(0, n) for _ in range(count)) for n in lengths]
+        arguments |= {"cu_seqlens": [0, *cuts[0], lengths[0]], "cu_seqlens_k": [0, *cuts[1], lengths[1]]}
+    return Case(
+        chance.choice([1, 2]),
+        lengths,
+        (heads_kv * chance.choice([1, 2]), heads_kv),
+        chance.choice([8, 20]),
+        chance.choice([torch.float32, torch.bfloat16, torch.float16]),
+        chance.choice([16, 32]),
+        arguments,
+        seed,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_problems(pool: Pool, seed: int) -> None:
+    case = random_case(seed)
+    size = SIZES[1 + seed % 3]
+    assert pool.run(jobs.equal_everywhere, case, (size,), (SMALL, LARGE)[seed % 2])[0] == {}, case
+
+
+def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
+    """The control: the comparison above can fail."""
+    assert pool.run(jobs.reversed_fold, CASES["causal"])[0] == ["dk", "dv"]
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+@pytest.mark.parametrize("name", ["causal", "pack"])
+def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
+    case = CASES[name]
+    results = pool.run(jobs.traffic, case, mode)
+    for said, (forward, backward) in results:
+        assert (said.forward_bytes, said.backward_bytes) == (forward, backward)
+        assert said.heads_over * said.tokens_over == said.ranks == 8
+    mask = CAUSAL if name == "causal" else documents(PACK)
+    problem = Problem(1, *case.heads, *case.lengths, case.dim, "float32", mask=mask)
+    predicted = predict(problem, 8, mode, "zigzag").sent_bytes  # by one of the ranks
+    assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
+
+
+WRONG: list[tuple[list[dict[str, Any]], str]] = [
+    ([{}, {"causal": True}, {}, {}], "window (left, right) is (-1, -1) on ranks 0, 2, 3, (-1, 0) on rank 1"),
+    ([{"mode": "a2a"}] * 3 + [{"mode": "all_gather"}], "number of ranks that share heads (mode)"),
+    ([{"layout": "zigzag"}, *[{"layout": "contiguous"}] * 3], "panels and layout is (16, 'zigzag') on rank 0"),
+    ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.float32 on ranks 1, 2, 3"),
+    ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),
+    ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number or None, got 'no'"),
+    ([{"rows": 3}, *[{}] * 3], "q has [3, 12, 12, 12] tokens on the ranks"),
+    ([{"panels": 8}] * 3 + [{"panels": 16}], "panels and layout"),
+]
+
+
+def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
+    said = pool.run(jobs.own_arguments, [arguments for arguments, _ in WRONG], 4)
+    for number, (_, message) in enumerate(WRONG):
+        for rank in range(4):
+            assert message in said[rank][number]
+
+
+REFUSED = (
+    "differentiated once, not twice",
+    "differentiated once, not twice",
+    "mask has tiles, which are not cut",
+    "mode must be one of auto, a2a, all_gather, a2a+all_gather, got 'ring'",
+    "needs a group of two dimensions, a DeviceMesh",
+    "group must be a process group that this process belongs to",
+    "panels must be a multiple of 4 for layout 'zigzag' on 2 ranks; got 6",
+    "unshard has no gradient",
+    "x has [24, 20] rows on the ranks, where layout 'zigzag' with 16 panels puts [20, 24]",
+)
+
+
+def test_what_is_refused(pool: Pool) -> None:
+    for said in pool.run(jobs.refusals, 2)[:2]:
+        for message, expected in zip(said, REFUSED, strict=True):
+            assert expected in message
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "strides", "late"])
+def test_training(pool: Pool, way: str, mode: str) -> None:
+    assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
+
+
+def test_tensor_parallel_around_it(pool: Pool) -> None:
+    assert pool.run(jobs.beside_tensor_parallel, CASES["causal"]) == [[]] * 8
+
+
+def test_fsdp_around_it(pool: Pool) -> None:
+    assert all(pool.run(jobs.under_fsdp, 2))
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
+    pool.run(jobs.check_operators, mode, 2)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_dies_is_an_error_on_the_others(where: str) -> None:
+    limit = 20.0
+    pool = Pool(2, limit)
+    try:
+        pool.start(jobs.die_or_wait, where)
+        survivor, dead = pool.results()
+        assert dead is None
+        error, seconds = survivor
+        assert error != "no error"
+        assert seconds < 1.5 * limit
+    finally:
+        pool.close()

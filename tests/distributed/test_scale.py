@@ -1,0 +1,62 @@
+"""The model of many GPUs: its pipeline, its bytes and its command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dash_attn.distributed.scale import Cluster, pipeline, predict
+from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.tools.cli.main import main
+
+LONG = Problem(1, 32, 8, 2**17, 2**17, mask=CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ((1, 10.0, 2.0, 3.0), 2 + 10 + 3),  # nothing overlaps
+        ((4, 10.0, 2.0, 3.0), 2 + 4 * 10 + 3),  # only the first gather and the last sums are exposed
+        ((4, 10.0, 2.0, 0.0), 2 + 4 * 10),
+        ((4, 1.0, 5.0, 0.0), 4 * 5 + 1),  # the links are the limit: the last part is computed when it has arrived
+        ((3, 1.0, 5.0, 4.0), 2 * 5 + 4 + 5 + 4 + 4),  # two gathers, then by turns: sums of a part, next gather
+    ],
+)
+def test_the_pipeline(parts: tuple[int, float, float, float], expected: float) -> None:
+    assert pipeline(*parts) == pytest.approx(expected)
+
+
+def test_one_rank_sends_nothing() -> None:
+    alone = predict(LONG, 1, "all_gather", "zigzag")
+    assert (alone.exposed, alone.sent_bytes, alone.memory_bytes) == (0, 0, 0)
+    flops = 4 * 32 * 128 * (2**17 * (2**17 + 1) // 2)
+    assert alone.forward == pytest.approx(flops / Cluster().forward)
+
+
+def test_zigzag_levels_causal_work_and_a_full_mask_needs_no_levelling() -> None:
+    for mask, ratio in ((CAUSAL, 15 / 8), (FULL, 1.0)):
+        problem = Problem(1, 32, 8, 2**17, 2**17, mask=mask)
+        zigzag, contiguous = (predict(problem, 8, "all_gather", layout) for layout in ("zigzag", "contiguous"))
+        busy = [each.forward + each.backward - each.exposed for each in (zigzag, contiguous)]
+        assert busy[1] / busy[0] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_slower_links_expose_more() -> None:
+    fast, slow = (predict(LONG, 64, "all_gather", "zigzag", Cluster(network=rate)) for rate in (100e9, 25e9))
+    assert slow.exposed > fast.exposed
+    assert slow.sent_bytes == fast.sent_bytes
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status in ((["--ranks", "2,8", "--json"], 0), (["--ranks", "2,x"], 2)):
+        with pytest.raises(SystemExit) as done:
+            main(["scale", "--seqlen", "8192", *arguments])
+        assert done.value.code == status
+        out, err = capsys.readouterr()
+        if status:
+            assert "--ranks '2,x': expected whole numbers" in err
+        else:
+            rows = json.loads(out)
+            assert [row["ranks"] for row in rows] == [2] * 4 + [8] * 4
+            assert {row["heads_over"] for row in rows if row["mode"] == "a2a"} == {2, 8}
