@@ -35,19 +35,12 @@ from dash_attn.tools.bench.report import (
 
 Results = Mapping[str, Result]  # by suite
 MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
-SECTION = re.compile(r"<!-- section: (\w+) -->\n(?:.*?\n)??<!-- end -->\n", re.DOTALL)
 LONG = 8192  # tokens from which a single sequence counts as long
 
 
 def filled(text: str, results: Results) -> str:
-    """The document with every table and section made from the results."""
-    text = MARKED.sub(lambda mark: f"<!-- table: {mark[1]} -->\n{markdown_table(*TABLES[mark[1]](results))}\n", text)
-    return SECTION.sub(lambda mark: f"<!-- section: {mark[1]} -->\n{_section(mark[1], results)}<!-- end -->\n", text)
-
-
-def _section(suite: str, results: Results) -> str:
-    prose, table = SECTIONS[suite]
-    return f"{prose}\n{markdown_table(*table(results))}\n\n" if suite in results else ""
+    """The document with every table made from the results."""
+    return MARKED.sub(lambda mark: f"<!-- table: {mark[1]} -->\n{markdown_table(*TABLES[mark[1]](results))}\n", text)
 
 
 def read_results(folder: Path) -> dict[str, Result]:
@@ -70,10 +63,8 @@ def headline(results: Results) -> TableText:
         ("long sequences (one of 8k to 128k tokens)", long, "length"),
         ("one short sequence (1k to 4k tokens)", short, "length"),
         ("few key/value heads", results["few"]["rows"], "few"),
+        (f"packed documents ({len(results['packed']['rows'])} packs)", results["packed"]["rows"], "packed"),
     ]
-    if "packed" in results:
-        rows = results["packed"]["rows"]
-        groups.append((f"packed documents ({len(rows)} packs)", rows, "packed"))
     lines = []
     for name, rows, suite in groups:
         cells = [text for peer in (BASELINE, "fa4") for text in _mean_and_worst(rows, peer)]
@@ -129,10 +120,6 @@ def step(results: Results) -> TableText:
     return step_times(results["step"])
 
 
-def padded(results: Results) -> TableText:
-    return _beside(results["padded"])
-
-
 def host(results: Results) -> TableText:
     return hosts(results["host"])
 
@@ -141,10 +128,15 @@ def _beside(result: Result) -> TableText:
     """TFLOPS of FlashAttention-4 and of ours, and their ratios. A star marks wrong gradients."""
     lines = []
     for row in result["rows"]:
-        shown = [f"{tflops(row, name) or 0:.0f}{'*' if name in row['failed'] else ''}" for name in ("fa4", BASELINE)]
+        shown = [f"{_tflops(row, name)}{'*' if name in row['failed'] else ''}" for name in ("fa4", BASELINE)]
         ratios = [times(speed(row, name)) for name in (BASELINE, "fa4")]
-        lines.append([row["cell"], default_of(row), *shown, f"{tflops(row, default_of(row)) or 0:.0f}", *ratios])
+        lines.append([row["cell"], default_of(row), *shown, _tflops(row, default_of(row)), *ratios])
     return ["case", "order", "FA4", "FA4 det", "ours", "ours / FA4 det", "ours / FA4"], lines
+
+
+def _tflops(row: Row, name: str) -> str:
+    value = tflops(row, name)
+    return "-" if value is None else f"{value:.0f}"
 
 
 def orders(results: Results) -> TableText:
@@ -179,7 +171,7 @@ def _family(row: Row, name: str) -> str:
 def noise(results: Results) -> TableText:
     """How far samples of the order of `auto` scatter: the 80th percentile over the 20th, in the median of the cells."""
     lines = []
-    for suite in ("grid", "grid_ours", "grid_close"):
+    for suite in ("grid", "grid_close"):
         result = results[suite]
         scatter = [us["p80"] / us["p20"] for row in result["rows"] for us in [row["us"][default_of(row)]]]
         twins = [x for row in result["rows"] if (x := _twin(row)) is not None]
@@ -207,27 +199,10 @@ TABLES: dict[str, Callable[[Results], TableText]] = {
     "models": models,
     "length": length,
     "few": few,
-    "padded": padded,
+    "packed": packed,
+    "step": step,
     "host": host,
 }
-
-PACKED = """## Packed documents
-
-This table has packs of documents with random lengths, and a pack of images
-([`packed`](../benchmarks/results/packed_h200.json)). The lengths are log-normal. The first number is their mean, the
-second is the number of tokens in a pack. TFLOPS count the pairs of each document, and half of them for a causal mask.
-The column `ours / @group` compares `auto` with `auto@group`. FA4 runs its backward for sequences of different lengths.
-"""
-STEP = """## A training step
-
-A step has 16 layers of attention, forward and backward under autograd, and a packing that no earlier step had.
-`cu_seqlens` is a tensor on the GPU ([`step`](../benchmarks/results/step_h200.json)). The first times are from the begin
-to the end of a step on the GPU. The host times are until the host has asked for all of it. `assemble` is the part of
-our host time that makes the tables of the new packing. Most lengths of documents, counted in tiles, occurred before, as
-in a training run that has begun.
-"""
-SECTIONS: dict[str, tuple[str, Callable[[Results], TableText]]] = {"packed": (PACKED, packed), "step": (STEP, step)}
-
 
 if __name__ == "__main__":
     document, folder = map(Path, sys.argv[1:3])
