@@ -43,7 +43,7 @@ def test_ours_keeps_its_bits_in_any_company_and_the_control_does_not(mask, in_pr
 def test_an_order_that_looks_at_the_batch_is_noticed(in_process: None) -> None:
     report = audited(["ours:level"])
     apart = {name for name, status in statuses(report, "ours:level").items() if status == "DIFFERS"}
-    assert apart == {"batch", "heads"} and not report["ok"]
+    assert apart == {"batch", "heads", "panels"} and not report["ok"]
     entry = next(e for e in report["entries"] if e["stressor"] == "batch")
     assert set(entry["tensors"]) == {"dq", "dk", "dv"}, "the forward has no order"
 
@@ -61,6 +61,7 @@ def test_a_function_that_counts_its_neighbours_is_noticed(in_process: None, fake
     assert seen == {
         "pack_of_one": "same bits",
         "workers": "not applicable",
+        "panels": "not applicable",
         **dict.fromkeys(("packed", "permuted", "neighbours", "batch", "heads"), "DIFFERS"),
     }
     text = shown_invariance(report)
@@ -71,7 +72,8 @@ def test_a_function_that_counts_its_neighbours_is_noticed(in_process: None, fake
 def test_a_peer_is_called_for_batches_and_packs(in_process: None, anywhere: None, fa4: list[dict]) -> None:
     report = audited(["fa4 det"])
     seen = statuses(report, "fa4 det")
-    assert seen.pop("workers") == "not applicable" and set(seen.values()) == {"same bits"}, seen
+    assert {seen.pop(name) for name in ("workers", "panels")} == {"not applicable"}
+    assert set(seen.values()) == {"same bits"}, seen
     packs = [call for call in fa4 if "cu_seqlens_q" in call]
     assert packs and len(packs) < len(fa4) and all(call["deterministic"] and call["causal"] for call in fa4)
     lengths = [call["cu_seqlens_q"].diff() for call in packs]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,15 @@ def compare(job: dict[str, Any]) -> None:
     except Exception as error:  # not installed, not built, not for this problem
         say(missing=reason(error))
         return
+    by_panels = {1: alone}
     for name in job["stressors"]:
         say(at=name)
         result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
         for number, (posed, place, kv_heads) in enumerate(CHANGES[name](scene), 1):
-            apart = differences(target(posed)[place], part(alone, scene.problem, kv_heads), Bits._fields)
+            if posed.panels not in by_panels:
+                (by_panels[posed.panels],) = target(replace(scene.alone(), panels=posed.panels))
+            whole = part(by_panels[posed.panels], scene.problem, kv_heads)
+            apart = differences(target(posed)[place], whole, Bits._fields)
             result["runs"], result["differing"] = number, result["differing"] + bool(apart)
             merge(result["tensors"], apart)
             say(at=name, repeat=number)

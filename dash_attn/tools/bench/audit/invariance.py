@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -109,8 +110,17 @@ def workers(scene: Scene) -> Iterator[Changed]:
         yield replace(company, conditions=each), place, ALL
 
 
+def panels(scene: Scene) -> Iterator[Changed]:
+    """Cut into panels, in a batch of three and with one key/value head. Alone it is cut in the same way."""
+    for count in (2, 5):
+        (company, place, _) = next(batch(scene))
+        yield replace(company, panels=count), place, ALL
+        for fewer, _, some in islice(heads(scene), 1):
+            yield replace(fewer, sequences=fewer.sequences * 2, panels=count), 1, some
+
+
 CHANGES: dict[str, Callable[[Scene], Iterator[Changed]]] = {
-    f.__name__: f for f in (pack_of_one, packed, permuted, neighbours, batch, heads, workers)
+    f.__name__: f for f in (pack_of_one, packed, permuted, neighbours, batch, heads, workers, panels)
 }
 
 

@@ -104,7 +104,7 @@ def jitter(target: Target, repeats: int) -> Iterator[Gradients]:
 PROCESSES = "processes"  # the same in processes of their own: started by the parent
 ON_GPU: dict[str, Stressor] = {f.__name__: f for f in (plain, load, stream, graph, poison, margin)}
 ON_CPU: dict[str, Stressor] = {f.__name__: f for f in (plain, threads, workers, jitter)}
-NEED_CONDITIONS = ("margin", "threads", "workers", "jitter")
+NEED_CONDITIONS = ("margin", "threads", "workers", "jitter", "panels")
 
 
 def stressors_on(device: str) -> dict[str, Stressor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import accumulate, chain, repeat
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from dash_attn.tools.bench.audit.targets import CONTROL, Conditions, parse
 from dash_attn.tools.bench.operands import Drawn
 
 UNDISTURBED = Conditions()
-CONTROLS = ("descending", "spt")  # policies of the control: of its first call, and of all others
+CONTROLS = ("descending", "spt")  # policies of the control: of a sequence alone, and of all others
 
 
 class Bits(NamedTuple):
@@ -41,6 +41,7 @@ class Posed:
     mask: Mask
     packed: bool = False
     conditions: Conditions = UNDISTURBED
+    panels: int = 1
 
     def tensors(self) -> Drawn:
         """Of all sequences: (batch, seqlen, heads, dim), or packed (1, tokens, heads, dim)."""
@@ -54,7 +55,7 @@ class Posed:
         ends = [0, *accumulate(len(each.q) for each in self.sequences)]
         mask = self.mask & documents(ends) if self.packed else self.mask
         sizes = (q.shape[0], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3])
-        return Problem(*sizes, dtype=str(q.dtype).removeprefix("torch."), mask=mask)
+        return Problem(*sizes, dtype=str(q.dtype).removeprefix("torch."), mask=mask, panels=self.panels)
 
     def apart(self, results: tuple[Tensor, ...]) -> list[Bits]:
         """The results of each sequence. They have the shapes of `tensors`, and lse is (batch, heads, seqlen)."""
@@ -74,7 +75,7 @@ Whole = Callable[[Posed], list[Bits]]
 def whole_of(name: str) -> Whole:
     """A target by its name, or an error that says why it cannot run here."""
     if name == CONTROL:
-        return _control()
+        return _control
     kind, rest = parse(name)
     if kind in ("ours", "any"):
         return partial(_ours, rest, kind == "ours")
@@ -97,10 +98,10 @@ def _ours(policy: str, ordered: bool, posed: Posed) -> list[Bits]:
     return posed.apart((out, lse, *prepared.backward(Operands(dout, q, k, v, out, lse))))
 
 
-def _control() -> Whole:
-    """Ours with a mistake: the first call, which is the sequence alone, has another order than all later ones."""
-    policies = chain(CONTROLS[:1], repeat(CONTROLS[1]))
-    return lambda posed: _ours(next(policies), True, posed)
+def _control(posed: Posed) -> list[Bits]:
+    """Ours with a mistake: a sequence alone has another order than a sequence in company."""
+    alone = len(posed.sequences) == 1 and not posed.packed and posed.conditions == UNDISTURBED
+    return _ours(CONTROLS[not alone], True, posed)
 
 
 def _fa4(deterministic: bool, posed: Posed) -> list[Bits]:
