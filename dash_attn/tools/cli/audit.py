@@ -51,9 +51,13 @@ class AuditOptions:
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
-    timeout: Annotated[float, Option("--timeout", help="seconds of silence that are a hang")] = 180.0
+    timeout: Annotated[float, Option("--timeout", help="seconds of silence after which a process counts as hung")] = (
+        180.0
+    )
     cpu: Annotated[bool, Option("--cpu", help="audit on the CPU, also where there is a GPU")] = False
-    out: Annotated[Path | None, Option("--out", help="JSON file to write too, again after every finding")] = None
+    out: Annotated[Path | None, Option("--out", help="JSON file to write the report to, again after every entry")] = (
+        None
+    )
 
     def device(self) -> str:
         import torch
@@ -88,7 +92,7 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
     the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
-    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it was cut off.
+    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted.
     """
     import torch
 

@@ -34,10 +34,11 @@ class SuiteOptions:
 
     suite: Annotated[str, Option("--suite", help=f"what to measure: {SUITE_NAMES} or all")] = "grid"
     quick: Annotated[bool, Option("--quick", help="run fewer cases, peers and rounds")] = False
-    cpu: Annotated[bool, Option("--cpu", help="run a tiny case on the CPU: shows that the harness works")] = False
+    cpu: Annotated[bool, Option("--cpu", help="run tiny cases on the CPU, to show that the harness works")] = False
     deterministic: Annotated[bool, Option("--deterministic", help="run only variants that promise equal bits")] = False
     peers: Annotated[
-        str | None, Option("--peers", help="all, none, or names with commas, as fa4,fa4_det [default: the suite's]")
+        str | None,
+        Option("--peers", help="all, none, or names separated by commas: fa4,fa4_det [default: the suite's]"),
     ] = None
     policy: Annotated[
         str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: the suite's]")
@@ -111,8 +112,8 @@ def bench(
 ) -> None:
     """Time the backward beside its peers, check it against float64, print tables.
 
-    A suite is a list of cases. --seqlen, --head-dim and --mask choose among them; with --heads they pose cases of their
-    own. The exit status is 1 if something that ran was wrong.
+    A suite is a list of cases. --seqlen, --head-dim and --mask choose among them. Together with --heads they make new
+    cases. The exit status is 1 if gradients are wrong or a deterministic variant does not repeat.
     """
     from dash_attn.tools.bench import cases
     from dash_attn.tools.bench.suites import SUITES, run_suite, shown

@@ -23,7 +23,7 @@ def report(paths: list[Path], as_json: bool) -> None:
 
 @command("figures")
 def figures(out: Folder = Path("figures"), as_json: Json = False) -> None:
-    """Draw the paper's schedule figures from our own programs."""
+    """Draw the timelines of the paper from programs of this package."""
     from dash_attn.tools import viz
 
     out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def plot(
     kind: Annotated[str, Option("--format", help="png or svg")] = "png",
     as_json: Json = False,
 ) -> None:
-    """Draw measurements: throughput, price of determinism, memory, blocks, deviations."""
+    """Draw what bench measured: throughput, price of determinism, memory, blocks, deviations."""
     from dash_attn.tools.viz.results import plot as draw
 
     if kind not in ("png", "svg"):
@@ -55,10 +55,12 @@ def paper(
     results: Annotated[list[Path], Argument(help="files that bench wrote; for --html also traces (.npz)")],
     out: Annotated[Path, Option("--out", help="page to write")] = Path("paper.md"),
     figures: Annotated[Path, Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
-    html: Annotated[Path | None, Option("--html", help="write one self-contained web page to this file, only")] = None,
+    html: Annotated[
+        Path | None, Option("--html", help="write one self-contained web page to this file, and nothing else")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write the paper's figures and tables beside measured ones: a page with pictures, light and dark."""
+    """Write a page with the paper's claims beside what bench measured. Its pictures are light and dark."""
     if html is not None:
         from dash_attn.tools.viz.evidence import evidence
 

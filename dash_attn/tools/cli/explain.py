@@ -25,7 +25,7 @@ DRAWN_TASKS = 20_000  # of a program whose critical path is looked for: the grap
 def explain(
     problem: ProblemOptions, policy: PolicyOption = "auto", workers: WorkersOption = None, as_json: Json = False
 ) -> None:
-    """What would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""
+    """Say what would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""
     check_workers(workers)
     with working("planning and simulating"):
         facts = explained(problem, policy, workers)

@@ -18,7 +18,7 @@ def demo(
     out: Annotated[Path, Option("--out", help="report to write")] = Path("report.html"),
     quick: Annotated[bool, Option("--quick", help="run a smaller problem")] = False,
 ) -> None:
-    """Run attention forward and backward under every policy, check it, and write a report."""
+    """Run attention forward and backward with every policy, check the results, and write a report."""
     from dash_attn.tools.cli.demo import run_demo
 
     run_demo(out, quick)
@@ -29,7 +29,7 @@ def doctor(
     seconds: Annotated[float, Option("--seconds", help="time for the self-test")] = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Look at this machine: what runs on it, a bitwise self-test, why a run may still differ.
+    """Say what runs on this machine, test that it repeats its bits, and say why a run may still differ.
 
     The exit status is 1 if the self-test fails.
     """

@@ -44,7 +44,7 @@ def search(
     save_to: Annotated[Path | None, Option("--save", help=f"write the best program to this file; {RUN}")] = None,
     as_json: Json = False,
 ) -> None:
-    """Search a good order for a mask, and with --exact prove how good one can be."""
+    """Compare the policy search with all others. With --exact, find and prove the best order of a small problem."""
     workload = Workload(problem, tiles)
     count, tiling = workload.workers(workers), workload.tiling()
     rows, best = search_rows(tiling, count, solver.model(), solver.seconds if solver.exact else None)

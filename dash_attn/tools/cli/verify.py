@@ -17,7 +17,9 @@ from dash_attn.verify import VerifyError, verify
 @command("verify")
 def verify_command(
     file: Annotated[Path, typer.Argument(help="a program, as --save writes it")],
-    workers: Annotated[int | None, typer.Option("--workers", help="workers that run at once [default: enough]")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="workers that run at once [default: as many as the program needs]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a program: exit 0 if it may run, exit 1 with the reason if not.

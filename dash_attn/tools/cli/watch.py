@@ -32,7 +32,9 @@ def watch_command(
     arguments: Annotated[list[str] | None, Argument(help="arguments of the script")] = None,
     to: Annotated[Path, Option("--to", help="folder to write the record to")] = Path("watched"),
     steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")] = ":",
-    depth: Annotated[int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")] = None,
+    depth: Annotated[
+        int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
+    ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
     if not script.is_file():
@@ -148,7 +150,9 @@ class Answer:
 def diff_command(
     a: Annotated[Path, Argument(help="the record of a run: a folder that watch wrote, or one file of it")],
     b: Annotated[Path, Argument(help="the record of another run")],
-    picture: Annotated[Path | None, Option("--map", help="draw which modules differ in which step, to this file (.png)")] = None,
+    picture: Annotated[
+        Path | None, Option("--map", help="draw which modules differ in which step, to this file (.png)")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Name the first operation in which two recorded runs differ: exit 0 if none does, exit 1 if one does."""

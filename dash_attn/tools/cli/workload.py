@@ -35,8 +35,8 @@ RUN = "dash_attn.attention(q, k, v, policy=dash_attn.load(FILE)) runs it"
 SEQLEN = "tokens of a sequence"
 BATCH = "sequences"
 HEADS = "query heads"
-KV_HEADS = "key/value heads [default: as many as --heads]"
-HEAD_DIM = "columns of a head"
+KV_HEADS = "key/value heads [default: as many as --heads, unless a number follows]"
+HEAD_DIM = "size of a head"
 DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -46,7 +46,10 @@ PoliciesOption = Annotated[
 ]
 WorkersOption = Annotated[
     int | None,
-    Option("--workers", help=f"workers that run at once [default: kv tiles; with --seqlen {SMS} SMs, or CPU threads]"),
+    Option(
+        "--workers",
+        help=f"workers that run at once [default: one a kv tile; with --seqlen {SMS} SMs, or all CPU threads]",
+    ),
 ]
 
 
@@ -59,7 +62,9 @@ class ProblemOptions:
     ] = "causal"
     window: Annotated[
         str | None,
-        Option("--window", help="LEFT,RIGHT: keys before and after a query that it sees, in tokens; -1 for no limit"),
+        Option(
+            "--window", help="LEFT,RIGHT: a query sees this many keys before and after its position; -1 is no limit"
+        ),
     ] = None
     seqlen: Annotated[int | None, Option("--seqlen", help=SEQLEN)] = None
     batch: Annotated[int, Option("--batch", help=BATCH)] = 1
@@ -68,7 +73,7 @@ class ProblemOptions:
     head_dim: Annotated[int, Option("--head-dim", help=HEAD_DIM)] = 128
     dtype: Annotated[str | None, Option("--dtype", help=DTYPE)] = None
     backend: Annotated[
-        str, Option("--backend", help="decides the tile: sm90 (a Hopper GPU, which need not be here) or cpu")
+        str, Option("--backend", help="whose tiles are used: sm90 (Hopper GPUs; this machine needs none) or cpu")
     ] = "sm90"
 
     @property
