@@ -169,7 +169,7 @@ def attention(
     q, k and v are (batch, seqlen, heads, dim), or (tokens, heads, dim) with `cu_seqlens`. The number of heads of k and
     v divides that of q. Tensors are float32, bfloat16 or float16, and sums are float32. Autocast casts the tensors.
 
-    causal         a query sees keys up to its position; the last query of a sequence stands at its last key
+    causal         a query sees keys up to its position; the last query of a sequence has the position of its last key
     window         (left, right): a query sees this many keys before and after its position. Each side is an int, a 0-d
                    integer tensor (a GPU tensor makes the host wait), or None. -1 or None means no limit. Two negative
                    sides mean no limits. One side below -1 is counted in the other direction: (10, -3) are the keys
@@ -182,13 +182,14 @@ def attention(
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
                    query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
                    first for short sequences and the second for long ones; 'auto@head' and 'auto@group' fix it. The
-                   bits differ. Or a Program for this problem, as dash_attn.load reads it from a file; it is verified
-                   and compared with the problem. Packed sequences and torch.compile take no Program
+                   two have different bits. `policy` may also be a Program for this problem, as dash_attn.load reads it
+                   from a file. It is verified and compared with the problem. Packed sequences and torch.compile take
+                   no Program
     panels         cuts the query rows of each batch entry, or of the whole pack, into this many ranges of equal length.
                    The part of a sequence in one range is ordered by itself, with the keys that it sees. dK and dV are
                    summed over the parts in float32, from the last part to the first. Context parallel needs such a cut.
-                   The bits differ. On a CPU the forward runs part by part too. On a GPU the forward runs over the whole
-                   sequence: no test shows that out and lse of a part have the bits of a call with this part alone
+                   Another number has other bits. On a CPU the forward runs part by part too. On a GPU it runs over the
+                   whole sequence: no test shows that out and lse of a part have the bits of a call with this part alone
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
                    has no gradient

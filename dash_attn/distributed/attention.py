@@ -110,7 +110,7 @@ def context_parallel_attention(
     deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dash_attn.attention` over tokens that lie on several ranks. Each rank gives its own, as `shard` cuts them.
+    """`dash_attn.attention` over tokens that lie on several ranks. Each rank gives its tokens, as `shard` cuts them.
 
     out, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. The number
     of ranks, the mode and the layout do not change them. All ranks of the group call the function at the same time and
@@ -122,13 +122,14 @@ def context_parallel_attention(
              fewer ranks share the heads, and keys and values are gathered as in 'all_gather'. 'all_gather': every rank
              gathers all keys and values, some heads at a time. 'a2a+all_gather': both, on a mesh of two dimensions.
              'auto': 'a2a', or 'a2a+all_gather' on such a mesh
-    layout   'zigzag': each rank has early and late tokens, so that causal work is equal. 'contiguous': neighbours
+    layout   'zigzag': each rank has early and late tokens, so that causal work is equal. 'contiguous': each rank has
+             neighbouring tokens
     panels   the tokens are cut into this number of ranges, and each rank holds whole ranges. The number changes the
              bits. None means 16 for 1, 2, 4 and 8 ranks, and for other numbers of ranks the least multiple of 2 * ranks
-             that is not below 16. Give a number if runs on different numbers of ranks are to be equal
+             that is not below 16. To compare runs on different numbers of ranks, give the same number to all
 
-    cu_seqlens has the ends of the sequences in the whole pack, on every rank the same. The other arguments are as in
-    `dash_attn.attention`.
+    cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The other arguments are as
+    in `dash_attn.attention`, but `policy` is a name.
     """
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels

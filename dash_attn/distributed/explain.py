@@ -20,7 +20,7 @@ class Explanation:
     """What a call does on this rank.
 
     heads_over      the number of ranks that share the heads of a sequence
-    tokens_over     the number of ranks that share its tokens after that
+    tokens_over     the number of ranks that share the tokens of one head
     tokens          queries that this rank holds, of all sequences of a batch
     forward_bytes   sent to other ranks in the forward
     backward_bytes  sent to other ranks in the backward

@@ -17,8 +17,8 @@ def layout_of(ranks: Ranks, name: str, panels: int | None) -> Layout:
 def shard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", panels: int | None = None) -> Tensor:
     """The part of `x` that belongs to this rank, along the token dimension `dim`.
 
-    Every rank gives the whole tensor. It may hold anything that has one entry a token: ids, labels, position ids,
-    embeddings. A packed stream of tokens is cut like one long sequence, also inside a document.
+    Every rank gives the whole tensor. It may hold anything with one entry for each token: ids, labels, position ids,
+    embeddings. A pack is cut like one long sequence. A cut may lie inside a document.
 
     group   a process group, a DeviceMesh of one or two dimensions, or None for all processes
     layout  'zigzag' or 'contiguous', as in `context_parallel_attention`
@@ -33,7 +33,7 @@ def shard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", p
 def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", panels: int | None = None) -> Tensor:
     """The whole tensor, on every rank, from the parts that `shard` or `context_parallel_attention` gives.
 
-    The arguments are as in `shard`. The result has no gradient.
+    The arguments are as in `shard`. A tensor that needs a gradient is refused: the result has none.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError("unshard has no gradient: give x.detach(), or call it under torch.no_grad()")

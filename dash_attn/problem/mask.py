@@ -225,14 +225,17 @@ def window(left: int | None, right: int | None) -> Mask:
 
 
 def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:
-    """Packed sequences: queries see keys of their own document only, causally if asked."""
+    """Packed sequences: a query sees only keys of its own document, and with `causal` only those up to its position.
+
+    `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys, if it is not `cu_q`.
+    """
     first = tuple(map(int, np.asarray(cu_q).tolist()))
     second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 
 def tiles(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> Mask:
-    """An explicit tile mask: queries see the keys of True cells."""
+    """A tile mask. Cell (i, j) covers `cell_m` queries x `cell_n` keys. Queries see the keys of True cells."""
     return Mask(tiles=TileMask.of(cells, cell_m, cell_n))
 
 

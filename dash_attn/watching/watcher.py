@@ -40,12 +40,14 @@ def watch(
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
     Call it once, after the model is wrapped (DDP, `fully_shard`) and the optimizer is made, before the first step.
-    A step ends with the step of the optimizer; of several optimizers, with the last one's. Without an optimizer a
-    step ends when the next forward starts after a backward. `steps` names the steps to record: all without it, or
-    for example `range(0, 10**9, 100)`. With `depth=2` the inputs and outputs of modules as deep as `blocks.0` are
-    recorded, and not those inside. Parameters and their gradients are always recorded. Every process of a
-    distributed run writes a file of its own. The record is complete after `close()`, which also runs when the
-    process ends.
+    Every process of a distributed run writes a file of its own. The record is complete after `close()`, which also runs
+    when the process ends.
+
+    optimizer  one or several. A step ends with the step of the optimizer, or of the last of several. Without an
+               optimizer a step ends when the next forward starts after a backward
+    steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
+    depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
+               inside them. None means all modules. Parameters and their gradients are always recorded
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     watcher = Watcher(unwrapped(model), Path(to), steps, depth)
