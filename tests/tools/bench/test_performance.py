@@ -30,6 +30,12 @@ def test_packs_and_steps_have_their_own_columns() -> None:
     assert "| a | 0.10 |" in measured and "| 0.30 | 2.00x |" in measured
 
 
+def test_the_readme_has_the_headline() -> None:
+    readme = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    for _, *numbers, file in TABLES["headline"](read_results(RESULTS))[1]:
+        assert f"| {' | '.join(numbers)} | {file.replace('../', '')} |" in readme
+
+
 def test_a_table_follows_its_results() -> None:
     results = read_results(RESULTS)
     row = results["models"]["rows"][0]
