@@ -60,6 +60,10 @@ def first_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference | N
     """The earliest difference over all processes of a run."""
     if len(a) != len(b):
         raise ValueError(f"the runs have {len(a)} and {len(b)} processes")
+    depths = {record.environment.get("depth") or "all" for record in (*a, *b)}
+    if len(depths) > 1:
+        several = " and ".join(sorted(map(str, depths)))
+        raise ValueError(f"modules are recorded to different depths ({several}): record both runs with one depth")
     partings = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
     return min(partings, key=lambda each: (each.step, each.index), default=None)
 

@@ -94,7 +94,7 @@ class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
     def __init__(self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None) -> None:
-        self._model, self._steps, self._rank = model, steps, environment.rank()
+        self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
@@ -104,7 +104,7 @@ class Watcher:
         self._open = _Open(0)
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
-        self._hook_modules(depth)
+        self._hook_modules()
         compile_again()
         self._frames = environment.compiled_frames()
         atexit.register(self.close)
@@ -167,11 +167,11 @@ class Watcher:
 
     # ---- hooks ---------------------------------------------------------------------------------------------
 
-    def _hook_modules(self, depth: int | None) -> None:
+    def _hook_modules(self) -> None:
         self._owners: dict[int, tuple[str, str]] = {}
         for path, module in self._model.named_modules():
             name = clean(path)
-            if depth is None or len(name.split(".")) <= depth or not name:
+            if self._depth is None or len(name.split(".")) <= self._depth or not name:
                 before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that the count of calls inside each other stays right.
@@ -313,6 +313,7 @@ class Watcher:
         facts = {
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
+            "depth": self._depth,
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }

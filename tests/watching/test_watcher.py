@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
+from dash_attn.watching.difference import first_difference
 from dash_attn.watching.environment import environment, random_states
 from dash_attn.watching.files import Record, Step, load_run
 from dash_attn.watching.fingerprint import fingerprint
@@ -153,6 +154,8 @@ def test_modules_of_some_depth_only(tmp_path: Path) -> None:
     assert names(coarse.steps[0], "update") == names(whole.steps[0], "update")
     assert "blocks.0.attn.qkv:weight" in names(coarse.steps[0], "backward")
     assert value(coarse.steps[0], "forward", "blocks.1:output") == value(whole.steps[0], "forward", "blocks.1:output")
+    with pytest.raises(ValueError, match=r"different depths \(2 and all\)"):
+        first_difference([whole], [coarse])
 
 
 def test_another_length_has_the_same_layout(tmp_path: Path) -> None:
