@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+
+
+@pytest.mark.parametrize(("major", "status"), [(12, "info"), (13, "ok")])
+def test_the_assembler_is_named(major: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cutlass", SimpleNamespace(CUDA_VERSION=SimpleNamespace(major=major, minor=1)))
+    said = doctor.compiler()
+    assert said.status == status and said.found == f"CUDA {major}.1" and ("cu13" in said.advice) is (status == "info")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
