@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cached_property, lru_cache
 
 import torch
@@ -26,6 +27,7 @@ class Prepared:
         *_, len_q, len_k = problem.sequence_table.T
         self.is_empty = not ((len_q > 0) & (len_k > 0)).any() or problem.mask.is_blind
         self._takes_rows = backend.takes_rows and problem.is_packed
+        self._is_unordered = not options.deterministic and not backend.always_deterministic
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
 
@@ -81,6 +83,8 @@ class Prepared:
             for grad in into:
                 grad.zero_()
             return into
+        if self._is_unordered and torch.are_deterministic_algorithms_enabled():
+            _alert()
         if self._is_plain():
             return self.run_backward(operands, into)
         with torch.autocast(self._kind, enabled=False):
@@ -97,6 +101,17 @@ class Prepared:
 
 
 _captured: set[Prepared] = set()
+
+
+def _alert() -> None:
+    """What torch's own operators do if they have no fixed order and torch asks for determinism."""
+    said = (
+        "the backward of dash_attn was called with deterministic=False, or with FLASH_ATTENTION_DETERMINISTIC=0, and "
+        "torch.use_deterministic_algorithms(True) is set: leave deterministic out, or give deterministic=True"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(said)
+    warnings.warn(said, stacklevel=3)
 
 
 @lru_cache(maxsize=KEPT)
