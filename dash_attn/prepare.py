@@ -30,6 +30,7 @@ class Prepared:
         self._is_unordered = not options.deterministic and not backend.always_deterministic
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
+        self._index = backend.device.index if self._on_gpu else None
 
     @cached_property
     def plan(self) -> Planned:
@@ -64,6 +65,9 @@ class Prepared:
         if q.dim() == 3 and not self._takes_rows:
             out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
             return out.squeeze(0), lse.squeeze(0)
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.forward(q, k, v)
         if self.is_empty:
             lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32).transpose(-1, -2).contiguous()
             return q.new_zeros(q.shape), lse
@@ -78,6 +82,9 @@ class Prepared:
             into = Gradients.room(operands) if into is None else into
             self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
             return into
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.backward(operands, into)
         if self.is_empty:
             into = Gradients.room(operands) if into is None else into
             for grad in into:
@@ -89,6 +96,10 @@ class Prepared:
             return self.run_backward(operands, into)
         with torch.autocast(self._kind, enabled=False):
             return self.run_backward(operands, into)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another GPU is the current one. Kernels are launched on the current GPU."""
+        return self._index is not None and torch.cuda.current_device() != self._index
 
     def _is_plain(self) -> bool:
         """False under autocast, which would round float32 sums and must be turned off.

@@ -16,8 +16,11 @@ from torch import Tensor
 import dash_attn
 from dash_attn.api import calls
 from dash_attn.api.overlap import refuse_overlap
+from dash_attn.backends import Backward, Forward, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.prepare import prepare
+from dash_attn.pack import Planned
+from dash_attn.prepare import Prepared, prepare
+from dash_attn.problem import Problem
 
 # ---- deterministic=False under torch.use_deterministic_algorithms -------------------------------------------
 
@@ -192,3 +195,46 @@ def test_no_sequences_and_given_results() -> None:
     rooms = {name: torch.empty_like(given["q"]) for name in ("dq", "dk", "dv")}
     grads = dash_attn.backward(**given, causal=True, **rooms)
     assert [x.shape for x in grads] == [given["q"].shape] * 3
+
+
+# ---- the current GPU ------------------------------------------------------------------------------------------
+
+
+def test_a_call_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever GPU is current. Two GPUs are played by the CPU."""
+    current, ran = [0], []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index, self.before = index, current[0]
+
+        def __enter__(self) -> None:
+            current[0] = self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before
+
+    class TwoGpus(CpuBackend):
+        device = torch.device("cuda", 1)
+
+        def forward(self, problem: Problem) -> Forward:
+            run = super().forward(problem)
+            return lambda *given: (ran.append(current[0]), run(*given))[1]
+
+        def backward(self, plan: Planned, options: Options) -> Backward:
+            run = super().backward(plan, options)
+            return lambda *given: (ran.append(current[0]), run(*given))[1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    q, k, v = (x.detach() for x in leaves())
+    problem = Problem(1, 4, 2, 40, 40, 8, "float32")
+    for current[0] in (0, 1):
+        ran.clear()
+        before, prepared = current[0], Prepared(problem, "auto", Options(), TwoGpus())
+        out, lse = prepared.forward(q, k, v)
+        grads = prepared.backward(Operands(out, q, k, v, out, lse))
+        assert ran == [1, 1] and current[0] == before
+        want = dash_attn.backward(out, q, k, v, out, lse)
+        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
