@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,14 @@ class AuditOptions:
         ),
     ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
+    minutes: Annotated[
+        float | None,
+        Option(
+            "--minutes",
+            help="begin again with new inputs until this time is over, and add up what was found; --out is written "
+            "again after every finding",
+        ),
+    ] = None
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
     timeout: Annotated[float, Option("--timeout", help="seconds of silence after which a process counts as hung")] = (
@@ -82,6 +91,8 @@ class AuditOptions:
         ):
             if given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
         effort = (self.repeats, self.processes, self.timeout, self.at_once)
         return Plan(self.device(), stress, *effort, invariance=self.invariance)
 
@@ -92,12 +103,14 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
     the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
-    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted.
+    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes
+    it can be left running.
     """
     import torch
 
     from dash_attn.tools.bench import record
     from dash_attn.tools.bench.audit.audit import audit
+    from dash_attn.tools.bench.audit.rounds import audit_for
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
     plan, targets = options.plan(), parse_names(options.target)
@@ -112,7 +125,11 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
             record.write_json(environment | report, options.out)
 
     with _sigterm_as_ctrl_c():
-        report = environment | audit(chosen, targets, plan, keep)
+        if options.minutes is None:
+            report = audit(chosen, targets, plan, keep)
+        else:
+            report = audit_for(options.minutes, chosen, targets, plan, keep)
+    report = environment | report
     keep(report)
     if as_json:
         emit(report)
@@ -190,9 +207,12 @@ def same_in(entry: Entry) -> str:
 
 
 def verdict(report: Report) -> str:
+    from dash_attn.tools.bench.audit.rounds import in_words
+
+    counted = f" ({in_words(report)})"
     if not report["complete"]:
-        return "NOT complete: cut off, the rest is not known"
-    return "all bits equal" if report["ok"] else "NOT all bits equal"
+        return f"NOT complete: cut off, the rest is not known{counted}"
+    return ("all bits equal" if report["ok"] else "NOT all bits equal") + counted
 
 
 def shown(report: Report) -> str:

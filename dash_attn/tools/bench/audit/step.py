@@ -41,9 +41,9 @@ def problem_from(shape: Mapping[str, Any]) -> Problem:
     return Problem(**{**shape, "mask": CAUSAL if shape["mask"] == "causal" else FULL})
 
 
-def made(problem: Problem, device: torch.device) -> Step:
+def made(problem: Problem, device: torch.device, seed: int = 0) -> Step:
     """Random operands of a shape; full and causal masks."""
-    return Step(draw_operands(problem, device), {"causal": problem.mask.is_causal, "scale": problem.scale})
+    return Step(draw_operands(problem, device, seed), {"causal": problem.mask.is_causal, "scale": problem.scale})
 
 
 def load(path: Path, device: torch.device) -> Step:
