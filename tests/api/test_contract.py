@@ -1,11 +1,14 @@
-"""What a caller may rely on: strict determinism, and the memory of the results."""
+"""What a caller may rely on: strict determinism, the memory of the results, the current GPU and CUDA graphs."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -197,44 +200,64 @@ def test_no_sequences_and_given_results() -> None:
     assert [x.shape for x in grads] == [given["q"].shape] * 3
 
 
-# ---- the current GPU ------------------------------------------------------------------------------------------
+# ---- GPUs, played by the CPU ----------------------------------------------------------------------------------
 
 
-def test_a_call_runs_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever GPU is current. Two GPUs are played by the CPU."""
-    current, ran = [0], []
+class Gpus:
+    """Two GPUs. `current` is the current one, and `ran` has the current one of every kernel."""
 
-    class Guard:
-        def __init__(self, index: int) -> None:
-            self.index, self.before = index, current[0]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.ran, self.captures = 0, list[int](), False
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "device", self.guard)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.captures)
 
-        def __enter__(self) -> None:
-            current[0] = self.index
+    @contextmanager
+    def guard(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
 
-        def __exit__(self, *_: object) -> None:
-            current[0] = self.before
+    def prepared(self, index: int) -> Prepared:
+        """A problem on one of the GPUs."""
+        gpus = self
 
-    class TwoGpus(CpuBackend):
-        device = torch.device("cuda", 1)
+        class Played(CpuBackend):
+            device = torch.device("cuda", index)
 
-        def forward(self, problem: Problem) -> Forward:
-            run = super().forward(problem)
-            return lambda *given: (ran.append(current[0]), run(*given))[1]
+            def forward(self, problem: Problem) -> Forward:
+                run = super().forward(problem)
+                return lambda *given: (gpus.ran.append(gpus.current), run(*given))[1]
 
-        def backward(self, plan: Planned, options: Options) -> Backward:
-            run = super().backward(plan, options)
-            return lambda *given: (ran.append(current[0]), run(*given))[1]
+            def backward(self, plan: Planned, options: Options) -> Backward:
+                run = super().backward(plan, options)
+                return lambda *given: (gpus.ran.append(gpus.current), run(*given))[1]
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "device", Guard)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        return Prepared(Problem(1, 4, 2, 40, 40, 8, "float32"), "auto", Options(), Played())
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_call_runs_on_the_gpu_of_its_tensors(current: int, gpus: Gpus) -> None:
+    gpus.current, prepared = current, gpus.prepared(1)
     q, k, v = (x.detach() for x in leaves())
-    problem = Problem(1, 4, 2, 40, 40, 8, "float32")
-    for current[0] in (0, 1):
-        ran.clear()
-        before, prepared = current[0], Prepared(problem, "auto", Options(), TwoGpus())
-        out, lse = prepared.forward(q, k, v)
-        grads = prepared.backward(Operands(out, q, k, v, out, lse))
-        assert ran == [1, 1] and current[0] == before
-        want = dash_attn.backward(out, q, k, v, out, lse)
-        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+    out, lse = prepared.forward(q, k, v)
+    grads = prepared.backward(Operands(out, q, k, v, out, lse))
+    assert gpus.ran == [1, 1] and gpus.current == current
+    want = dash_attn.backward(out, q, k, v, out, lse)
+    assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_a_graph_uses_is_kept(captures: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dash_attn.prepare._captured", set())
+    gpus.captures, prepared = captures, gpus.prepared(0)
+    prepared.forward(*(x.detach() for x in leaves()))
+    kept = weakref.ref(prepared)
+    del prepared
+    gc.collect()
+    assert (kept() is not None) is captures
