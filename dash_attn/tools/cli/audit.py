@@ -15,7 +15,7 @@ from typer import Option
 
 from dash_attn.problem import Problem
 from dash_attn.tools.cli.app import Json, command, emit
-from dash_attn.tools.cli.shapes import ShapeOptions
+from dash_attn.tools.cli.shapes import ShapeOptions, parse_numbers
 from dash_attn.tools.cli.workload import parse_names
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ class AuditOptions:
     step: Annotated[
         Path | None,
         Option("--step", help="a saved step: torch.save of a dict of dout, q, k, v, out, lse, kwargs"),
+    ] = None
+    pack: Annotated[
+        str | None, Option("--pack", help="lengths of packed sequences, in the place of --seqlen and --batch")
     ] = None
     stress: Annotated[
         str | None, Option("--stress", help="stressors, separated by commas [default: all of this device]")
@@ -155,6 +158,8 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
     from dash_attn.tools.bench.audit.audit import Subject
     from dash_attn.tools.bench.audit.step import load
 
+    if options.pack is not None:
+        return packs(options, shape)
     if options.invariance:
         return [Subject(*named) for like in sequences(options, shape) for named in shape.problems(like)]
     if options.step is not None:
@@ -162,12 +167,33 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
             raise ValueError(f"--step brings its own shape: leave out {', '.join(shape.given())}")
         load(options.step, torch.device("cpu"))
         return [Subject(options.step.name, file=options.step)]
+    long = 1024 if options.device() == "cpu" else 4096
+    return [Subject(*named) for like in usual(options, shape, long) for named in shape.problems(like)]
+
+
+def usual(options: AuditOptions, shape: ShapeOptions, length: int) -> list[Problem]:
+    """The shapes of this device, for what is not given."""
     if options.device() == "cpu":
-        like = Problem(1, 2, 1, 1024, 1024, 32, "float32")
-        return [Subject(*named) for named in shape.problems(like)]
-    dims = (64, 128) if shape.head_dim is None else (128,)
-    likes = [Problem(1, 16, 4, 4096, 4096, dim) for dim in dims]
-    return [Subject(*named) for like in likes for named in shape.problems(like)]
+        return [Problem(1, 2, 1, length, length, 32, "float32")]
+    return [Problem(1, 16, 4, length, length, dim) for dim in ((64, 128) if shape.head_dim is None else (128,))]
+
+
+def packs(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
+    """The same pack with every head dim and mask."""
+    from dash_attn.tools.bench.audit.audit import Subject
+
+    for option, given in (
+        ("--step", options.step),
+        ("--batch", shape.batch),
+        ("--seqlen", shape.seqlen),
+        ("--invariance", options.invariance or None),
+    ):
+        if given is not None:
+            raise ValueError(f"{option}: --pack gives the sequences: leave it out")
+    lengths = parse_numbers("--pack", options.pack)
+    likes = usual(options, shape, sum(lengths))
+    named = [each for like in likes for each in shape.problems(like)]
+    return [Subject(f"pack of {len(lengths)}, {name}", problem, pack=lengths) for name, problem in named]
 
 
 def sequences(options: AuditOptions, shape: ShapeOptions) -> list[Problem]:

@@ -40,11 +40,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Subject:
-    """A shape to draw, or a file with a saved step."""
+    """A shape to draw, or a file with a saved step. `pack` has the lengths of the sequences that share its rows."""
 
     name: str
     problem: Problem | None = None
     file: Path | None = None
+    pack: tuple[int, ...] = ()
 
 
 class Findings:
@@ -151,7 +152,7 @@ def _inputs(case: Case, findings: Findings) -> Path | None:
     assert case.subject.problem is not None
     case.tell("inputs", 0)
     file = case.folder / "step.pt"
-    drawn = {"make": shape_of(case.subject.problem), "seed": case.how.seed}
+    drawn = {"make": shape_of(case.subject.problem), "pack": case.subject.pack, "seed": case.how.seed}
     job = drawn | {"device": case.how.device, "step": str(file)}
     (heard,) = case.watched([job], lambda job, event: None)
     if heard.verdict == "done":

@@ -87,7 +87,7 @@ def make(job: dict[str, Any]) -> None:
     """Draw a step once, so that every process gets the same, forward included."""
     say(at="start")
     problem, device = steps.problem_from(job["make"]), torch.device(job["device"])
-    steps.made(problem, device, job["seed"]).save(Path(job["step"]))
+    steps.made(problem, device, job["seed"], job["pack"]).save(Path(job["step"]))
     say(done=True)
 
 
