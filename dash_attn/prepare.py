@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import cached_property, lru_cache
 
 import torch
@@ -26,8 +27,10 @@ class Prepared:
         *_, len_q, len_k = problem.sequence_table.T
         self.is_empty = not ((len_q > 0) & (len_k > 0)).any() or problem.mask.is_blind
         self._takes_rows = backend.takes_rows and problem.is_packed
+        self._is_unordered = not options.deterministic and not backend.always_deterministic
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
+        self._index = backend.device.index if self._on_gpu else None
 
     @cached_property
     def plan(self) -> Planned:
@@ -62,6 +65,9 @@ class Prepared:
         if q.dim() == 3 and not self._takes_rows:
             out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
             return out.squeeze(0), lse.squeeze(0)
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.forward(q, k, v)
         if self.is_empty:
             lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32).transpose(-1, -2).contiguous()
             return q.new_zeros(q.shape), lse
@@ -76,15 +82,24 @@ class Prepared:
             into = Gradients.room(operands) if into is None else into
             self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
             return into
+        if self._is_elsewhere():
+            with torch.cuda.device(self._index):
+                return self.backward(operands, into)
         if self.is_empty:
             into = Gradients.room(operands) if into is None else into
             for grad in into:
                 grad.zero_()
             return into
+        if self._is_unordered and torch.are_deterministic_algorithms_enabled():
+            _alert()
         if self._is_plain():
             return self.run_backward(operands, into)
         with torch.autocast(self._kind, enabled=False):
             return self.run_backward(operands, into)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another GPU is the current one. Kernels are launched on the current GPU."""
+        return self._index is not None and torch.cuda.current_device() != self._index
 
     def _is_plain(self) -> bool:
         """False under autocast, which would round float32 sums and must be turned off.
@@ -97,6 +112,17 @@ class Prepared:
 
 
 _captured: set[Prepared] = set()
+
+
+def _alert() -> None:
+    """What torch's own operators do if they have no fixed order and torch asks for determinism."""
+    said = (
+        "the backward of dash_attn was called with deterministic=False, or with FLASH_ATTENTION_DETERMINISTIC=0, and "
+        "torch.use_deterministic_algorithms(True) is set: leave deterministic out, or give deterministic=True"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(said)
+    warnings.warn(said, stacklevel=3)
 
 
 @lru_cache(maxsize=KEPT)

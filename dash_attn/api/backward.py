@@ -16,6 +16,7 @@ from dash_attn.api.arguments import (
     wants_determinism,
 )
 from dash_attn.api.calls import Boundaries, recall, traits
+from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
@@ -48,7 +49,8 @@ def backward(
 
     lse         log-sum-exp as FlashAttention and torch give it: float32, natural logarithm, (batch, heads, seqlen) or
                 packed (heads, tokens)
-    dq, dk, dv  tensors for the results. They must not overlap other tensors, because dq also serves as a workspace
+    dq, dk, dv  tensors for the results. If one of them shares memory with another tensor of the call, it is an error,
+                because dq also serves as a workspace. Slices of one tensor that share no element are fine
     sm_margin   SMs of a GPU that the backward leaves to other kernels; it never changes the bits
 
     The other arguments are as in `attention`. cu_seqlens on a GPU makes the host wait for the GPU.
@@ -77,6 +79,9 @@ def backward(
         prepared = recall(key, checked)
     if dq is dk is dv is None:
         return prepared.backward(operands)
+    # Addresses are no part of the key, so every call with tensors for the results is checked.
+    named = zip(Gradients._fields, given, strict=True)
+    refuse_overlap([(name, x) for name, x in named if x is not None], list(operands._asdict().items()))
     models = zip(given, (q, k, v), strict=True)
     into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
     return prepared.backward(operands, Gradients(*into))

@@ -233,6 +233,12 @@ def test_more_sequences_than_a_launch_takes_are_refused() -> None:
         config_of(Problem(32768, 1, 1, 8, 8, 64, "bfloat16"))
 
 
+def test_more_heads_than_a_launch_takes_are_refused() -> None:
+    config_of(Problem(1, 65535, 1, 8, 8, 64, "bfloat16"))
+    with pytest.raises(NotImplementedError, match=r"65536 heads.*up to 65535; give it parts"):
+        config_of(Problem(1, 65536, 1, 8, 8, 64, "bfloat16"))
+
+
 @pytest.mark.parametrize("version", ["2.8.0", "2.8.1+cu128", "1.13.1"])
 def test_a_torch_too_old_is_named(version: str) -> None:
     assert f"torch {version} is too old" in message_of(check_torch, {"version": version}, NotImplementedError)

@@ -10,6 +10,7 @@ whether a row holds on the CPU, on a GPU or on both.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("support.txt")
 DOCUMENT = ROOT / "docs/support.md"
+CONTRACT = ROOT / "docs/contract.md"
 HEAD = """# What is supported
 
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
@@ -107,6 +109,12 @@ def test_the_tests_of_a_row_exist(row: Row) -> None:
 
 def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(), "run: python tests/docs/test_support.py"
+
+
+def test_the_tests_of_the_contract_exist() -> None:
+    links = re.findall(r"\[([^\]]+)\]\(\.\./tests/([^)]+)\)", CONTRACT.read_text(encoding="utf-8"))
+    missing = [(name, file) for name, file in links if needs_gpu(f"{file}::test_{name.replace(' ', '_')}") is None]
+    assert links and not missing, f"no such test: {missing}"
 
 
 def test_a_mark_is_seen() -> None:

@@ -24,6 +24,7 @@ from .tables import DeviceTables, PackedTables
 from .workspace import Workspace, kv_sum_shape
 
 MOST_BATCHES = 32767  # a grid dimension of at most 65,535 holds two CTAs for each batch entry
+MOST_HEADS = 65535  # another grid dimension holds one CTA for each q head
 
 
 class Sm90Backend:
@@ -143,6 +144,10 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
         raise NotImplementedError(
             f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
             "batch, or the sequences packed, with cu_seqlens_q and cu_seqlens_k"
+        )
+    if problem.heads_q > MOST_HEADS:
+        raise NotImplementedError(
+            f"q has {problem.heads_q} heads: on GPUs dash_attn takes up to {MOST_HEADS}; give it parts of the heads"
         )
     if problem.panels > 1 and any(panel.after for panel in problem.panel_list):
         raise NotImplementedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typer import Option
 
 from dash_attn.problem import Problem
 from dash_attn.tools.cli.app import Json, command, emit
-from dash_attn.tools.cli.shapes import ShapeOptions
+from dash_attn.tools.cli.shapes import ShapeOptions, parse_numbers
 from dash_attn.tools.cli.workload import parse_names
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class AuditOptions:
         Path | None,
         Option("--step", help="a saved step: torch.save of a dict of dout, q, k, v, out, lse, kwargs"),
     ] = None
+    pack: Annotated[
+        str | None, Option("--pack", help="lengths of packed sequences, in the place of --seqlen and --batch")
+    ] = None
     stress: Annotated[
         str | None, Option("--stress", help="stressors, separated by commas [default: all of this device]")
     ] = None
@@ -49,6 +53,14 @@ class AuditOptions:
         ),
     ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
+    minutes: Annotated[
+        float | None,
+        Option(
+            "--minutes",
+            help="begin again with new inputs until this time is over, and add up what was found; --out is written "
+            "again after every finding",
+        ),
+    ] = None
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
     timeout: Annotated[float, Option("--timeout", help="seconds of silence after which a process counts as hung")] = (
@@ -82,6 +94,8 @@ class AuditOptions:
         ):
             if given < 1:
                 raise ValueError(f"--{option} must be at least 1, got {given}")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
         effort = (self.repeats, self.processes, self.timeout, self.at_once)
         return Plan(self.device(), stress, *effort, invariance=self.invariance)
 
@@ -92,12 +106,14 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
     the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
-    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted.
+    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes
+    it can be left running.
     """
     import torch
 
     from dash_attn.tools.bench import record
     from dash_attn.tools.bench.audit.audit import audit
+    from dash_attn.tools.bench.audit.rounds import audit_for
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
     plan, targets = options.plan(), parse_names(options.target)
@@ -112,7 +128,11 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
             record.write_json(environment | report, options.out)
 
     with _sigterm_as_ctrl_c():
-        report = environment | audit(chosen, targets, plan, keep)
+        if options.minutes is None:
+            report = audit(chosen, targets, plan, keep)
+        else:
+            report = audit_for(options.minutes, chosen, targets, plan, keep)
+    report = environment | report
     keep(report)
     if as_json:
         emit(report)
@@ -138,6 +158,8 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
     from dash_attn.tools.bench.audit.audit import Subject
     from dash_attn.tools.bench.audit.step import load
 
+    if options.pack is not None:
+        return packs(options, shape)
     if options.invariance:
         return [Subject(*named) for like in sequences(options, shape) for named in shape.problems(like)]
     if options.step is not None:
@@ -145,12 +167,33 @@ def subjects(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
             raise ValueError(f"--step brings its own shape: leave out {', '.join(shape.given())}")
         load(options.step, torch.device("cpu"))
         return [Subject(options.step.name, file=options.step)]
+    long = 1024 if options.device() == "cpu" else 4096
+    return [Subject(*named) for like in usual(options, shape, long) for named in shape.problems(like)]
+
+
+def usual(options: AuditOptions, shape: ShapeOptions, length: int) -> list[Problem]:
+    """The shapes of this device, for what is not given."""
     if options.device() == "cpu":
-        like = Problem(1, 2, 1, 1024, 1024, 32, "float32")
-        return [Subject(*named) for named in shape.problems(like)]
-    dims = (64, 128) if shape.head_dim is None else (128,)
-    likes = [Problem(1, 16, 4, 4096, 4096, dim) for dim in dims]
-    return [Subject(*named) for like in likes for named in shape.problems(like)]
+        return [Problem(1, 2, 1, length, length, 32, "float32")]
+    return [Problem(1, 16, 4, length, length, dim) for dim in ((64, 128) if shape.head_dim is None else (128,))]
+
+
+def packs(options: AuditOptions, shape: ShapeOptions) -> list[Subject]:
+    """The same pack with every head dim and mask."""
+    from dash_attn.tools.bench.audit.audit import Subject
+
+    for option, given in (
+        ("--step", options.step),
+        ("--batch", shape.batch),
+        ("--seqlen", shape.seqlen),
+        ("--invariance", options.invariance or None),
+    ):
+        if given is not None:
+            raise ValueError(f"{option}: --pack gives the sequences: leave it out")
+    lengths = parse_numbers("--pack", options.pack)
+    likes = usual(options, shape, sum(lengths))
+    named = [each for like in likes for each in shape.problems(like)]
+    return [Subject(f"pack of {len(lengths)}, {name}", problem, pack=lengths) for name, problem in named]
 
 
 def sequences(options: AuditOptions, shape: ShapeOptions) -> list[Problem]:
@@ -190,9 +233,12 @@ def same_in(entry: Entry) -> str:
 
 
 def verdict(report: Report) -> str:
+    from dash_attn.tools.bench.audit.rounds import in_words
+
+    counted = f" ({in_words(report)})"
     if not report["complete"]:
-        return "NOT complete: cut off, the rest is not known"
-    return "all bits equal" if report["ok"] else "NOT all bits equal"
+        return f"NOT complete: cut off, the rest is not known{counted}"
+    return ("all bits equal" if report["ok"] else "NOT all bits equal") + counted
 
 
 def shown(report: Report) -> str:

@@ -13,10 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from dash_attn.backends import Operands
-from dash_attn.backends.sm90.workspace import Workspace
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
 from dash_attn.tools.bench.operands import draw
-from tests.backends.sm90.cases import DEVICE, poison, prepared, room
+from tests.backends.sm90.cases import DEVICE, Case, prepared, room
 
 PROBLEMS = [
     Problem(1, 2, 2, 257, 257, 128, mask=CAUSAL),
@@ -38,10 +37,8 @@ def main() -> None:
     for problem in PROBLEMS:
         finishes = ({}, {"finish": "postpass"}) if problem.mask == CAUSAL else ({},)
         for kernel in finishes:
-            operands, launch = operands_of(problem), prepared(problem, **kernel).run_backward
-            workspace, into = Workspace.of(launch.cfg, operands.q), room(operands)
-            poison(workspace, into)
-            launch(operands, into, workspace)
+            operands = operands_of(problem)
+            into = Case(problem, operands, room(operands)).run(prepared(problem, **kernel))
             torch.cuda.synchronize()
             assert all(bool(torch.isfinite(g).all()) for g in into), problem
         print(problem, flush=True)

@@ -214,6 +214,23 @@ def test_a_saved_step_may_leave_out_the_forward_and_pack_sequences(tmp_path: Pat
     assert not differences(grads, dash_attn.backward(*step.operands, **step.keywords))
 
 
+def test_a_drawn_pack(in_process: None, tmp_path: Path) -> None:
+    """Each sequence has the gradients that it has alone."""
+    step = made(Problem(1, 2, 1, 60, 60, 16, "float32", mask=CAUSAL), CPU, seed=3, pack=(20, 40))
+    dout, q, k, v, out, lse = step.operands
+    assert q.shape == (60, 2, 16) and lse.shape == (2, 60) and step.keywords["cu_seqlens_q"] == [0, 20, 60]
+    alone = [x[None, 20:] for x in (dout, q, k, v, out)]
+    last = dash_attn.backward(*alone, lse[None, :, 20:], causal=True)
+    packed = target_of("ours", step)(Conditions())
+    assert all(torch.equal(x[20:], y[0]) for x, y in zip(packed, last, strict=True))
+    report = tmp_path / "report.json"
+    told = ["--cpu", "--pack", "20,1,40", "--stress", "plain,jitter", "--repeats", "2", "--out", str(report)]
+    assert main(told) == 0
+    entries = json.loads(report.read_text())["entries"]
+    assert {e["case"] for e in entries} == {f"pack of 3, 1x61 2/1 heads d32 {mask}" for mask in ("full", "causal")}
+    assert all(e["runs"] == 2 and e["status"] == "same bits" for e in entries)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -250,6 +267,9 @@ def test_targets() -> None:
         (["--step", "nowhere.pt"], "nowhere.pt"),
         (["--step", "nowhere.pt", "--mask", "causal"], "own shape"),
         (["--seqlen", "many"], "whole numbers"),
+        (["--pack", "3,0"], "whole numbers"),
+        (["--pack", "3,4", "--seqlen", "7"], "--seqlen: --pack gives the sequences"),
+        (["--pack", "3,4", "--invariance"], "--invariance: --pack gives the sequences"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys) -> None:

@@ -26,7 +26,7 @@ FINE = ("same bits", "not applicable")
 class Plan:
     """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
     At most `at_once` fresh processes run side by side. With `invariance`, the stressors are changes of the company in
-    which a sequence is computed."""
+    which a sequence is computed. `seed` draws the inputs of a shape."""
 
     device: str
     stressors: tuple[str, ...]
@@ -35,15 +35,17 @@ class Plan:
     timeout: float = 180.0
     at_once: int = 8
     invariance: bool = False
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A shape to draw, or a file with a saved step."""
+    """A shape to draw, or a file with a saved step. `pack` has the lengths of the sequences that share its rows."""
 
     name: str
     problem: Problem | None = None
     file: Path | None = None
+    pack: tuple[int, ...] = ()
 
 
 class Findings:
@@ -65,9 +67,20 @@ class Findings:
         return add
 
     def report(self, complete: bool = False) -> Report:
-        entries = [entry for group in self._groups for entry in group]
-        fine = complete and all(map(_is_fine, entries))
-        return {"entries": entries, "complete": complete, "ok": fine}
+        return reported([entry for group in self._groups for entry in group], complete)
+
+
+def reported(entries: list[Entry], complete: bool, rounds: int = 1) -> Report:
+    """Entries with their verdict and their counts. The control, which must differ, is not counted."""
+    counted = [entry for entry in entries if entry["target"] != CONTROL]
+    counts = {
+        "rounds": rounds,
+        "runs": sum(entry["runs"] for entry in counted),
+        "differing": sum(entry["differing"] for entry in counted),
+        "broken": sum(entry["status"] not in (*FINE, "DIFFERS") for entry in counted),
+    }
+    fine = complete and all(map(_is_fine, entries))
+    return {"entries": entries, "counts": counts, "complete": complete, "ok": fine}
 
 
 def _is_fine(entry: Entry) -> bool:
@@ -139,7 +152,8 @@ def _inputs(case: Case, findings: Findings) -> Path | None:
     assert case.subject.problem is not None
     case.tell("inputs", 0)
     file = case.folder / "step.pt"
-    job = {"make": shape_of(case.subject.problem), "device": case.how.device, "step": str(file)}
+    drawn = {"make": shape_of(case.subject.problem), "pack": case.subject.pack, "seed": case.how.seed}
+    job = drawn | {"device": case.how.device, "step": str(file)}
     (heard,) = case.watched([job], lambda job, event: None)
     if heard.verdict == "done":
         return file

@@ -86,7 +86,8 @@ def compare(job: dict[str, Any]) -> None:
 def make(job: dict[str, Any]) -> None:
     """Draw a step once, so that every process gets the same, forward included."""
     say(at="start")
-    steps.made(steps.problem_from(job["make"]), torch.device(job["device"])).save(Path(job["step"]))
+    problem, device = steps.problem_from(job["make"]), torch.device(job["device"])
+    steps.made(problem, device, job["seed"], job["pack"]).save(Path(job["step"]))
     say(done=True)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from dash_attn.api import attention
 from dash_attn.api.arguments import Arguments, problem_of
 from dash_attn.backends import Operands
-from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.problem import CAUSAL, FULL, Problem, documents
 from dash_attn.tools.bench.operands import draw_operands
 
 NEEDED, OPTIONAL = ("dout", "q", "k", "v"), ("out", "lse")
@@ -41,9 +42,14 @@ def problem_from(shape: Mapping[str, Any]) -> Problem:
     return Problem(**{**shape, "mask": CAUSAL if shape["mask"] == "causal" else FULL})
 
 
-def made(problem: Problem, device: torch.device) -> Step:
-    """Random operands of a shape; full and causal masks."""
-    return Step(draw_operands(problem, device), {"causal": problem.mask.is_causal, "scale": problem.scale})
+def made(problem: Problem, device: torch.device, seed: int = 0, pack: Sequence[int] = ()) -> Step:
+    """Random operands of a shape; full and causal masks. With `pack`, its rows are sequences of these lengths."""
+    keywords = {"causal": problem.mask.is_causal, "scale": problem.scale}
+    if not pack:
+        return Step(draw_operands(problem, device, seed), keywords)
+    cu = [0, *accumulate(pack)]
+    drawn = draw_operands(replace(problem, mask=problem.mask & documents(cu)), device, seed)
+    return Step(Operands(*[x.squeeze(0) for x in drawn]), keywords | {"cu_seqlens_q": cu})
 
 
 def load(path: Path, device: torch.device) -> Step:
