@@ -150,6 +150,13 @@ def settings() -> list[str]:
     return [f"{name}={os.environ[name]}" for name in names if name.removeprefix(SETTING) not in HARMLESS]
 
 
+def assembler() -> tuple[int, int]:
+    """The version of CUDA whose assembler the kernel compiler has. Another one makes other machine code."""
+    import cutlass
+
+    return cutlass.CUDA_VERSION.major, cutlass.CUDA_VERSION.minor
+
+
 def key_of(kind: str, cfg: KernelConfig) -> str:
     return f"sm90-{kind}-{hashlib.sha256(f'{toolchain()} {kind} {cfg!r}'.encode()).hexdigest()[:32]}"
 

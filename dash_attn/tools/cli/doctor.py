@@ -19,7 +19,7 @@ from rich.table import Table
 from dash_attn import __version__
 from dash_attn.api import explain
 from dash_attn.backends import Operands, Options, backend_for
-from dash_attn.backends.sm90.cache import folder
+from dash_attn.backends.sm90.cache import assembler, folder
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.tools.bench.operands import Drawn, draw
@@ -116,11 +116,9 @@ def gpu(index: int) -> Finding:
 
 def compiler() -> Finding:
     """The CUDA whose assembler the kernel compiler has. Head dim 128 needs the later one to be fast."""
-    import cutlass
-
-    version = cutlass.CUDA_VERSION
-    said = f"CUDA {version.major}.{version.minor}"
-    if version.major >= 13:
+    major, minor = assembler()
+    said = f"CUDA {major}.{minor}"
+    if major >= 13:
         return Finding("its assembler", "ok", said)
     faster = "kernels of head dim 128 are 8 % faster with CUDA 13's: pip install 'nvidia-cutlass-dsl[cu13]'"
     return Finding("its assembler", "info", said, faster)
