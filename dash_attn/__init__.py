@@ -18,6 +18,9 @@ __all__ = [
     "explain",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "from_block_mask",
+    "intervals",
+    "intervals_by_row",
     "load",
     "tiles",
     "watch",
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from dash_attn.api.backward import backward
     from dash_attn.api.explain import explain
     from dash_attn.api.flash import flash_attn_func, flash_attn_varlen_func
-    from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+    from dash_attn.integrations.flex import from_block_mask
+    from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window
     from dash_attn.program import load
     from dash_attn.tiling import TileShape
     from dash_attn.watching.watcher import watch
@@ -37,7 +41,9 @@ if TYPE_CHECKING:
 # Loaded on first use: torch alone takes seconds, and most of the package does without it.
 _HOME = {
     **dict.fromkeys(("attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func"), "dash_attn.api"),
-    **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem", "documents", "tiles", "window"), "dash_attn.problem"),
+    **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem"), "dash_attn.problem"),
+    **dict.fromkeys(("documents", "intervals", "intervals_by_row", "tiles", "window"), "dash_attn.problem"),
+    "from_block_mask": "dash_attn.integrations.flex",
     "TileShape": "dash_attn.tiling",
     "load": "dash_attn.program",
     "watch": "dash_attn.watching.watcher",

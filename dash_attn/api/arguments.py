@@ -79,17 +79,17 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
 
 def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int) -> Problem:
     """The problem of checked tensors. A batch without sequences becomes one sequence without tokens."""
-    batch = q.shape[0] if q.ndim == 4 else 1
+    batch, lengths = q.shape[0] if q.ndim == 4 else 1, (q.shape[-3], k.shape[-3])
     return Problem(
         batch=max(batch, 1),
         heads_q=q.shape[-2],
         heads_kv=k.shape[-2],
-        len_q=q.shape[-3] if batch else 0,
-        len_k=k.shape[-3] if batch else 0,
+        len_q=lengths[0] if batch else 0,
+        len_k=lengths[1] if batch else 0,
         dim=q.shape[-1],
         dtype=DTYPES[q.dtype],
         scale=scale,
-        mask=mask.without_negative_sides(q.shape[-3], k.shape[-3]) if batch else FULL,
+        mask=mask.without_rows(*lengths).without_negative_sides(*lengths) if batch else FULL,
         panels=panels,
     )
 

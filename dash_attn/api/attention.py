@@ -69,7 +69,7 @@ class TracedAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, plain: tuple[Posed, Order]
     ) -> tuple[Tensor, Tensor]:
         posed, order = plain
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed, order.panels)
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed[:-1], order.panels, posed.rows)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
         ctx.mark_non_differentiable(lse)
         ctx.posed, ctx.order = posed, order
@@ -78,7 +78,7 @@ class TracedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
-            grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed, *ctx.order)
+            grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed[:-1], *ctx.order, ctx.posed.rows)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, *ctx.saved_tensors[:3])
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))

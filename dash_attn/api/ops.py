@@ -16,7 +16,7 @@ from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, 
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Operands, Options
 from dash_attn.prepare import Prepared, prepare
-from dash_attn.problem import Documents, Mask, TileMask
+from dash_attn.problem import Documents, Mask, RowIntervals, TileMask
 
 
 class Posed(NamedTuple):
@@ -27,6 +27,7 @@ class Posed(NamedTuple):
     documents: list[int]  # cu_q, then cu_k
     tiles: str  # cell_m, cell_n, rows, columns, bits in hexadecimal
     scale: float | None
+    rows: str = ""  # RowIntervals.text. Operators take it last, so that graphs exported without it stay valid
 
     @staticmethod
     def of(mask: Mask, scale: float | None) -> Posed:
@@ -39,6 +40,7 @@ class Posed(NamedTuple):
             if cells is None
             else f"{cells.cell_m} {cells.cell_n} {cells.shape[0]} {cells.shape[1]} {_hex(cells.bits)}",
             None if scale is None else float(scale),
+            "" if mask.rows is None else mask.rows.text,
         )
 
     def mask(self) -> Mask:
@@ -52,6 +54,7 @@ class Posed(NamedTuple):
             None if self.right == -1 else self.right,
             Documents(tuple(self.documents[:half]), tuple(self.documents[half:])) if half else None,
             cells,
+            RowIntervals(self.rows) if self.rows else None,
         )
 
 
@@ -77,8 +80,9 @@ def forward(
     tiles: str,
     scale: float | None,
     panels: int = 1,
+    rows: str = "",
 ) -> tuple[Tensor, Tensor]:
-    posed = Posed(left, right, list(documents), tiles, scale)
+    posed = Posed(left, right, list(documents), tiles, scale, rows)
     return _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels)).forward(q, k, v)
 
 
@@ -101,8 +105,9 @@ def backward(
     deterministic: bool | None,
     sm_margin: int,
     panels: int = 1,
+    rows: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    posed, order = Posed(left, right, list(documents), tiles, scale), Order(policy, deterministic, sm_margin, panels)
+    posed, order = Posed(left, right, list(documents), tiles, scale, rows), Order(policy, deterministic, sm_margin, panels)
     prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order)
     return prepared.backward(Operands(dout, q, k, v, out, lse))
 
@@ -123,7 +128,7 @@ def _prepared(
 ) -> Prepared:
     # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
     options = Options(wants_determinism(order.deterministic), order.sm_margin)
-    plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale)
+    plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.rows)
     q, k = q_and_k
     key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, order.policy, order.panels, options)
 

@@ -50,18 +50,18 @@ class Terms(NamedTuple):
 
     def text(self) -> str:
         """As an operator takes it. torch.compile traces this."""
-        (left, right, documents, tiles, scale), (policy, deterministic, sm_margin, panels) = self.posed, self.order
+        (left, right, documents, tiles, scale, rows), (policy, deterministic, sm_margin, panels) = self.posed, self.order
         numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways)
         cu = " ".join([str(x) for x in documents])
-        return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, policy, self.layout, *self.groups])
+        return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, rows, policy, self.layout, *self.groups])
 
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Terms:
         left, right, scale, deterministic, sm_margin, panels, ways, cu, *others = text.split(SEPARATOR)
-        tiles, policy, layout, *groups = others
+        tiles, rows, policy, layout, *groups = others
         factor = None if scale == "None" else float(scale)
-        posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor)
+        posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor, rows)
         order = Order(policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels))
         return Terms(posed, order, tuple(groups), int(ways), layout)
 
@@ -167,7 +167,7 @@ def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: T
             "cu_seqlens": cu[0],
             "cu_seqlens_k": cu[1],
             "window (left, right)": (posed.left, posed.right),
-            "mask": (posed.documents, posed.tiles),
+            "mask": (posed.documents, posed.tiles, posed.rows),
             "scale": posed.scale,
             "policy": order.policy,
             "deterministic": order.deterministic,

@@ -1,8 +1,20 @@
 """Masks and problems."""
 
-from dash_attn.problem.mask import CAUSAL, FULL, Documents, Mask, TileMask, documents, tiles, window
+from dash_attn.problem.mask import (
+    CAUSAL,
+    FULL,
+    Documents,
+    Mask,
+    TileMask,
+    documents,
+    intervals,
+    intervals_by_row,
+    tiles,
+    window,
+)
 from dash_attn.problem.panels import Panel
 from dash_attn.problem.problem import Problem, Sequence
+from dash_attn.problem.rows import RowIntervals
 
 __all__ = [
     "CAUSAL",
@@ -11,9 +23,12 @@ __all__ = [
     "Mask",
     "Panel",
     "Problem",
+    "RowIntervals",
     "Sequence",
     "TileMask",
     "documents",
+    "intervals",
+    "intervals_by_row",
     "tiles",
     "window",
 ]

@@ -1,18 +1,20 @@
 """Masks as values: which (query, key) pairs attend.
 
 A mask gives each query row one half-open interval of keys: two integers a row. The intersection of two intervals is an
-interval too. The backends read these integers and nothing else. Only an explicit tile mask adds more: a matrix of
-allowed tiles, which tiling reads.
+interval too. The backends read these integers and nothing else. They follow from windows and documents, or are given
+row by row. Only an explicit tile mask adds more: a matrix of allowed tiles, which tiling reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+from dash_attn.problem.rows import Longs, RowIntervals
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
@@ -111,7 +113,8 @@ class TileMask:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles.
+    """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles, and in
+    the interval of its row.
 
     `left` and `right` count keys before and after the position of the query; None is no limit, and `right=0` is causal.
     A side below -1 moves that end of the window to the other side of the query: with `right=-3` a query sees keys up to
@@ -123,6 +126,7 @@ class Mask:
     right: int | None = None
     documents: Documents | None = None
     tiles: TileMask | None = None
+    rows: RowIntervals | None = None
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -138,6 +142,7 @@ class Mask:
             if self.documents and other.documents
             else self.documents or other.documents,
             self.tiles & other.tiles if self.tiles and other.tiles else self.tiles or other.tiles,
+            self.rows & other.rows if self.rows and other.rows else self.rows or other.rows,
         )
 
     @property
@@ -155,13 +160,13 @@ class Mask:
         return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def without_negative_sides(self, len_q: int, len_k: int) -> Mask:
-        """The same pairs by sides from 0 on, as far as there are no tiles: few kernels take negative sides.
+        """The same pairs by sides from 0 on, as far as there are no tiles and no rows: few kernels take negative sides.
 
         The last query is at the last key. Without the last three keys every position is three lower, so `right=-3`
         becomes `right=0`. Without the last queries positions are higher, which serves the left side.
         """
         last_q, last_k = (max(0, -side) if side is not None else 0 for side in (self.left, self.right))
-        if not (last_q or last_k) or self.is_blind or self.tiles is not None:
+        if not (last_q or last_k) or self.is_blind or self.tiles is not None or self.rows is not None:
             return self
         parts = self.documents or Documents((0, len_q), (0, len_k))
         apart = parts.set_apart(
@@ -171,6 +176,23 @@ class Mask:
         higher = last_q - last_k
         left = None if self.left is None else self.left + higher
         return Mask(left, None if self.right is None else self.right - higher, apart)
+
+    def without_rows(self, len_q: int, len_k: int) -> Mask:
+        """The same pairs by a window, with documents or without, if there is one. Else the window becomes rows too.
+
+        Kernels and orders know more about windows and documents than about rows. Rows beside documents stay.
+        """
+        if self.rows is None or self.documents is not None:
+            return self
+        lo, hi = (x.astype(np.int64) for x in self.intervals(len_q, len_k))
+        if (lo == hi).all():
+            return replace(BLIND, tiles=self.tiles)
+        whole = Documents((0, len_q), (0, len_k))
+        for parts in (whole, _blocks(lo, hi) if len_q == len_k and self.tiles is None else whole):
+            band = _window_inside(parts, lo, hi)
+            if band is not None:
+                return replace(band, documents=None if parts == whole else parts, tiles=self.tiles)
+        return Mask(tiles=self.tiles, rows=RowIntervals.of(lo, hi))
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
         """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
@@ -184,6 +206,11 @@ class Mask:
         position = np.arange(len_q) + np.repeat(cu_k[1:] - cu_q[1:], rows)
         lo = np.clip(position - left, begin, end)
         hi = np.maximum(lo, np.minimum(end, position + right + 1))
+        if self.rows is not None:
+            self.rows.check_rows(len_q)
+            first, last = self.rows.read()
+            lo = np.minimum(np.maximum(lo, first), len_k)
+            hi = np.maximum(lo, np.minimum(hi, last))
         return lo.astype(np.int32), hi.astype(np.int32)
 
     def dense(self, len_q: int, len_k: int) -> Bool:
@@ -206,11 +233,14 @@ class Mask:
             parts.append(f"documents({len(self.documents.cu_q) - 1})")
         if self.tiles is not None:
             parts.append(f"tiles{_grid(self.tiles)}")
+        if self.rows is not None:
+            parts.append(f"intervals({self.rows.count} rows)")
         return " & ".join(parts) or "full"
 
 
 FULL = Mask()
 CAUSAL = Mask(right=0)
+BLIND = Mask(left=0, right=-2)  # no query sees a key
 
 
 def window(left: int | None, right: int | None) -> Mask:
@@ -237,6 +267,50 @@ def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal:
 def tiles(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> Mask:
     """A tile mask. Cell (i, j) covers `cell_m` queries x `cell_n` keys. Queries see the keys of True cells."""
     return Mask(tiles=TileMask.of(cells, cell_m, cell_n))
+
+
+def intervals(first: npt.ArrayLike, end: npt.ArrayLike) -> Mask:
+    """Query i sees keys first[i] .. end[i] - 1: two lists, arrays or tensors with one whole number for each query.
+
+    An interval is cut to the keys that there are. A query whose interval is empty sees nothing. Rows and keys are
+    counted from the start of the tensors. The batch entries and heads of a call share the mask.
+    """
+    return Mask(rows=RowIntervals.of(first, end))
+
+
+def intervals_by_row(function: Callable[[int], tuple[int, int]], len_q: int) -> Mask:
+    """As `intervals`, where `function(row)` returns the first key of a row and one past its last key."""
+    return Mask(rows=RowIntervals.by(function, len_q))
+
+
+def _blocks(lo: Longs, hi: Longs) -> Documents:
+    """The smallest documents, with as many queries as keys each, that hold all pairs."""
+    empty = lo == hi
+    furthest = np.maximum.accumulate(np.where(empty, 0, hi))  # one past the last key of all rows up to this one
+    nearest = np.minimum.accumulate(np.where(empty, len(lo), lo)[::-1])[::-1]  # first key of all rows from this one
+    cut = np.arange(1, len(lo))
+    ends = cut[(furthest[:-1] <= cut) & (nearest[1:] >= cut)]
+    cu = (0, *ends.tolist(), len(lo))
+    return Documents(cu, cu)
+
+
+def _window_inside(parts: Documents, lo: Longs, hi: Longs) -> Mask | None:
+    """The window that, inside the documents, gives these intervals, or None. A side of -1 has no Mask."""
+    rows = np.diff(parts.cu_q)
+    cu_q, cu_k = np.array(parts.cu_q), np.array(parts.cu_k)
+    position = np.arange(len(lo)) + np.repeat(cu_k[1:] - cu_q[1:], rows)
+    begins, ends = lo > np.repeat(cu_k[:-1], rows), hi < np.repeat(cu_k[1:], rows)
+    seen = lo < hi
+    left, right = (
+        int(side[limited & seen][0]) if (limited & seen).any() else None
+        for side, limited in ((position - lo, begins), (hi - 1 - position, ends))
+    )
+    if -1 in (left, right):
+        return None
+    band = Mask(left, right)
+    first, end = replace(band, documents=parts).intervals(len(lo), parts.cu_k[-1])
+    same = np.where(seen, (first == lo) & (end == hi), first == end)
+    return band if same.all() else None
 
 
 def _smaller(a: int | None, b: int | None) -> int | None:

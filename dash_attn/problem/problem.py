@@ -61,7 +61,14 @@ class Problem:
                     "mask has tiles, which do not go with documents (cu_seqlens): give each document its own call, "
                     "with its part of the tiles"
                 )
+            if self.mask.rows is not None:
+                raise ValueError(
+                    "mask has intervals row by row, which do not go with documents (cu_seqlens): give each document "
+                    "its own call, with the intervals of its rows"
+                )
             self.mask.documents.check_ends(self.len_q, self.len_k)
+        if self.mask.rows is not None:
+            self.mask.rows.check_rows(self.len_q)
         if self.panels > 1:
             self._check_panels()
 
@@ -71,6 +78,11 @@ class Problem:
             raise ValueError(
                 f"panels is {self.panels}, and mask has tiles, which are not cut: leave panels at 1, or give each "
                 "range of queries its own call, with its part of the tiles"
+            )
+        if mask.rows is not None:
+            raise ValueError(
+                f"panels is {self.panels}, and mask has intervals row by row, which are not cut: leave panels at 1, or "
+                "give each range of queries its own call, with the intervals of its rows"
             )
         if not mask.is_blind and any(side is not None and side < 0 for side in (mask.left, mask.right)):
             raise ValueError(

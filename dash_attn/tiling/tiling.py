@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dash_attn.problem import Problem
 
+Longs = npt.NDArray[np.int64]
 States = npt.NDArray[np.uint8]  # a TileState for each kv tile and q tile
 
 
@@ -141,19 +142,20 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
 
 
 def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], shape: TileShape, num_kv: int) -> States:
-    """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it.
+    """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it."""
+    band = np.arange(len(lo)) // shape.m
+    touching = _rows_of_tiles(band, lo // shape.n, np.where(lo == hi, 0, -(-hi // shape.n)), num_kv)
+    covering = _rows_of_tiles(band, -(-lo // shape.n), hi // shape.n, num_kv)
+    full = covering == np.bincount(band)
+    return (touching > 0).astype(np.uint8) + full
 
-    Both ends of the intervals move by at most one key from row to row, and never back. So the rows of a q tile touch
-    one range of kv tiles, and cover one range.
-    """
-    bands = np.arange(0, len(lo), shape.m)
-    empty = lo == hi
-    lowest = np.minimum.reduceat(np.where(empty, num_kv * shape.n, lo), bands) // shape.n
-    highest = -(-np.maximum.reduceat(np.where(empty, 0, hi), bands) // shape.n)
-    covered = -(-np.maximum.reduceat(lo, bands) // shape.n), np.minimum.reduceat(hi, bands) // shape.n
-    kv = np.arange(num_kv, dtype=np.int32)[:, None]
-    touched = (kv >= lowest) & (kv < highest)
-    return touched.astype(np.uint8) + ((kv >= covered[0]) & (kv < covered[1]))
+
+def _rows_of_tiles(band: Longs, first: Longs, end: Longs, num_kv: int) -> Longs:
+    """How many rows of each band of queries have each kv tile between `first` and `end`. A row may have none."""
+    bands, some = int(band[-1]) + 1 if len(band) else 0, first < end
+    size, at = bands * (num_kv + 1), band[some] * (num_kv + 1)
+    steps = np.bincount(at + first[some], minlength=size) - np.bincount(at + end[some], minlength=size)
+    return steps.reshape(bands, num_kv + 1)[:, :-1].cumsum(1).T
 
 
 def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:

@@ -45,6 +45,8 @@ class Sm90Backend:
     def forward_provider(self, problem: Problem) -> str:
         if problem.mask.tiles is not None:
             return f"none for tile masks: {forwards.OWN_FORWARD}"
+        if problem.mask.rows is not None:
+            return f"none for intervals row by row: {forwards.OWN_FORWARD}"
         return forwards.choose(problem).label()
 
     def software(self) -> str:

@@ -156,6 +156,10 @@ def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provi
     """The provider of a problem, or an error that says for each provider why not."""
     if problem.mask.tiles is not None:
         raise NotImplementedError(f"mask has tiles, for which there is no forward on GPUs: {OWN_FORWARD}")
+    if problem.mask.rows is not None:
+        raise NotImplementedError(
+            f"mask has intervals row by row that are no window, for which there is no forward on GPUs: {OWN_FORWARD}"
+        )
     if problem.softmax_scale <= 0:  # the libraries take the largest score before they scale it
         raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
     asked = named_provider()
