@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES, Choice, Order, Template, applicable
 from dash_attn.order.types import HEAD
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, tiles, window
 from dash_attn.program import Program, Queue, build
 from dash_attn.tiling import TileShape, Tiling, grid, tile
 
@@ -57,6 +57,16 @@ def tile_masks(draw: st.DrawFn, len_q: int, len_k: int, cell: TileShape | None =
     size = (-(-len_q // shape.m), -(-len_k // shape.n))
     bits = draw(st.lists(st.booleans(), min_size=size[0] * size[1], max_size=size[0] * size[1]))
     return tiles(np.array(bits, bool).reshape(size), shape.m, shape.n)
+
+
+@st.composite
+def interval_masks(draw: st.DrawFn, len_q: int, len_k: int) -> Mask:
+    """Intervals row by row, with empty rows and ends past the keys. Half of them move forward from row to row."""
+    ends = st.lists(st.integers(-3, len_k + 3), min_size=len_q, max_size=len_q)
+    first, end = draw(ends), draw(ends)
+    if draw(st.booleans()):
+        first, end = sorted(first), sorted(end)
+    return intervals(np.array(first, np.int64), np.array(end, np.int64))
 
 
 def plain_masks() -> st.SearchStrategy[Mask]:

@@ -107,7 +107,10 @@ def backward(
     panels: int = 1,
     rows: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    posed, order = Posed(left, right, list(documents), tiles, scale, rows), Order(policy, deterministic, sm_margin, panels)
+    posed, order = (
+        Posed(left, right, list(documents), tiles, scale, rows),
+        Order(policy, deterministic, sm_margin, panels),
+    )
     prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order)
     return prepared.backward(Operands(dout, q, k, v, out, lse))
 

@@ -50,7 +50,10 @@ class Terms(NamedTuple):
 
     def text(self) -> str:
         """As an operator takes it. torch.compile traces this."""
-        (left, right, documents, tiles, scale, rows), (policy, deterministic, sm_margin, panels) = self.posed, self.order
+        (left, right, documents, tiles, scale, rows), (policy, deterministic, sm_margin, panels) = (
+            self.posed,
+            self.order,
+        )
         numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways)
         cu = " ".join([str(x) for x in documents])
         return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, rows, policy, self.layout, *self.groups])

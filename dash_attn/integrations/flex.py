@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
     lo: Longs
     hi: Longs
-    count: Longs
+    number: Longs
     blocks: Bools
 
 
@@ -77,7 +77,7 @@ def _unequal(b: int, h: int) -> str:
 
 def _mask(block_mask: BlockMask, seen: Seen) -> Mask:
     (len_q, len_k), (rows, keys) = block_mask.seq_lengths, _block_size(block_mask)
-    if np.array_equal(seen.hi - seen.lo, seen.count):
+    if np.array_equal(seen.hi - seen.lo, seen.number):
         return Mask(rows=RowIntervals.of(seen.lo, seen.hi))
     # before[r, c]: keys in blocks of row r before block c that are in `blocks`.
     sizes = np.minimum(keys, len_k - keys * np.arange(seen.blocks.shape[1]))
@@ -90,9 +90,9 @@ def _mask(block_mask: BlockMask, seen: Seen) -> Mask:
         return np.asarray(before[row, key // keys] + blocks[row, key // keys] * (key % keys))
 
     tiles = TileMask.of(seen.blocks, rows, keys)
-    if np.array_equal(before[row, -1], seen.count):
+    if np.array_equal(before[row, -1], seen.number):
         return Mask(tiles=tiles)
-    pieces = up_to(seen.hi) - up_to(seen.lo) != seen.count
+    pieces = up_to(seen.hi) - up_to(seen.lo) != seen.number
     if pieces.any():
         raise NotImplementedError(
             f"block_mask lets query {int(pieces.argmax())} see keys that are not one interval, nor one interval inside "

@@ -33,13 +33,13 @@ class RowIntervals:
 
     @staticmethod
     def by(function: Callable[[int], tuple[int, int]], len_q: int) -> RowIntervals:
-        pairs = np.array([function(row) for row in range(len_q)]).reshape(len_q, -1)
-        if len_q and pairs.shape[1] != 2:
-            raise ValueError(
-                f"the function of a row must return (first key, one past the last key), got {pairs[0].tolist()} for "
-                "row 0"
-            )
-        return RowIntervals.of(*(pairs.T if len_q else (pairs, pairs)))
+        pairs = [function(row) for row in range(len_q)]
+        for row, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ValueError(
+                    f"the function of a row must return (first key, one past the last key), got {pair} for row {row}"
+                )
+        return RowIntervals.of([first for first, _ in pairs], [end for _, end in pairs])
 
     def read(self) -> tuple[Longs, Longs]:
         """first and end of every row."""
@@ -69,4 +69,5 @@ def _whole(name: str, given: npt.ArrayLike) -> Longs:
         raise ValueError(
             f"{name} must have one whole number for each query, got {array.ndim} dimensions of {array.dtype}"
         )
-    return np.clip(array, -(2**31), 2**31 - 1).astype(np.int64)
+    whole: Longs = np.clip(array, -(2**31), 2**31 - 1).astype(np.int64)
+    return whole

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dash_attn.problem import Problem
 
-Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.signedinteger]
 States = npt.NDArray[np.uint8]  # a TileState for each kv tile and q tile
 
 
@@ -141,16 +141,16 @@ def grid(state: npt.ArrayLike, problem: Problem, shape: TileShape) -> Tiling:
     return Tiling(problem, shape, states, problem.group)
 
 
-def _states(lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32], shape: TileShape, num_kv: int) -> States:
+def _states(lo: Ints, hi: Ints, shape: TileShape, num_kv: int) -> States:
     """A tile is touched if the interval of any row reaches it, and full if the interval of every row covers it."""
     band = np.arange(len(lo)) // shape.m
     touching = _rows_of_tiles(band, lo // shape.n, np.where(lo == hi, 0, -(-hi // shape.n)), num_kv)
     covering = _rows_of_tiles(band, -(-lo // shape.n), hi // shape.n, num_kv)
-    full = covering == np.bincount(band)
-    return (touching > 0).astype(np.uint8) + full
+    states: States = (touching > 0).astype(np.uint8) + (covering == np.bincount(band))
+    return states
 
 
-def _rows_of_tiles(band: Longs, first: Longs, end: Longs, num_kv: int) -> Longs:
+def _rows_of_tiles(band: Ints, first: Ints, end: Ints, num_kv: int) -> Ints:
     """How many rows of each band of queries have each kv tile between `first` and `end`. A row may have none."""
     bands, some = int(band[-1]) + 1 if len(band) else 0, first < end
     size, at = bands * (num_kv + 1), band[some] * (num_kv + 1)

@@ -17,7 +17,7 @@ from dash_attn.api.arguments import check_torch, wants_determinism
 from dash_attn.backends import backend_for
 from dash_attn.backends.sm90.alignment import aligned
 from dash_attn.backends.sm90.backend import config_of
-from dash_attn.problem import Problem, tiles
+from dash_attn.problem import Problem, intervals, tiles
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -45,6 +45,7 @@ with warnings.catch_warnings():
     nested = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
 
 # The arguments, and words of the message. Each names the argument, what was given and what is accepted.
+PREFIX = intervals([0] * 8, [4, 4, 4, 4, 5, 6, 7, 8])
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(q=[1.0]), ["q must be a torch.Tensor", "list"]),
     (call(k=np.zeros(K)), ["k must be a torch.Tensor", "ndarray"]),
@@ -62,6 +63,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(panels=True), ["panels must be a whole number from 1", "got True"]),
     (call(panels=2, policy="level"), ["panels=2", "policy 'level'", "choose another policy"]),
     (call(panels=2, mask=tiles([[True]], 8, 8)), ["panels is 2", "mask has tiles", "leave panels at 1"]),
+    (call(panels=2, mask=PREFIX), ["panels is 2", "mask has intervals row by row", "leave panels at 1"]),
+    (call(mask=intervals([0], [1])), ["intervals of the mask are for 1 queries, not 8"]),
     (call(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), ["k and v", "divides q's 4", "got 3"]),
     (call(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)), ["k and v", "divides q's 4", "got 0"]),
     (call(q=zeros(*Q).to_sparse()), ["q must be a dense tensor", "torch.sparse_coo"]),
@@ -100,6 +103,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         packed(cu_seqlens=[0, 3, 8], mask=tiles([[1]], 8, 8)),
         ["mask has tiles", "cu_seqlens", "each document its own call"],
+    ),
+    (
+        packed(cu_seqlens=[0, 3, 8], mask=PREFIX),
+        ["mask has intervals row by row", "cu_seqlens", "each document its own call"],
     ),
     (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 4, 8]), ["cu_seqlens_k", "as many sequences", "1", "2"]),
     (packed(cu_seqlens=[0, 8], cu_seqlens_k=[0, 9]), ["cu_seqlens_k", "8 tokens", "[0, 9]"]),

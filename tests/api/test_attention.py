@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dash_attn.api import attention, backward, explain
 from dash_attn.backends import Options
 from dash_attn.prepare import prepare
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window
 from dash_attn.tools.bench.operands import exact
 from tests.backends.cpu.reference import DTYPES, difference, error
 
@@ -30,6 +30,8 @@ def posed(q: Tensor, k: Tensor, mask: Mask, scale: float | None = None) -> Probl
     return Problem(*q.shape[:1], q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3], dtype, scale, mask)
 
 
+PREFIX = intervals_by_row(lambda row: (row % 5, max(row - 19, 40)), 300)
+BLANK = intervals([9] * 300, [0] * 300)  # no query sees a key
 CALLS = [
     ({}, FULL),
     ({"causal": True}, CAUSAL),
@@ -48,6 +50,9 @@ CALLS = [
     ({"causal": True, "window": (50, 10)}, window(50, 0)),
     ({"mask": tiles([[1, 0], [1, 1]], 256, 256)}, tiles([[1, 0], [1, 1]], 256, 256)),
     ({"mask": tiles([[1, 0], [1, 1]], 256, 256), "causal": True}, tiles([[1, 0], [1, 1]], 256, 256) & CAUSAL),
+    ({"mask": PREFIX}, PREFIX),
+    ({"mask": PREFIX, "window": (30, 60)}, PREFIX & window(30, 60)),
+    ({"mask": BLANK}, BLANK),
     ({"causal": True, "scale": 0.1, "policy": "descending"}, CAUSAL),
 ]
 
@@ -68,6 +73,23 @@ def test_autograd(arguments: dict[str, object], mask: Mask, dtype: str) -> None:
         assert error(got, want) < limit * max(1.0, float(want.abs().max()))
     direct = backward(dout, *(x.detach() for x in tensors), out.detach(), lse, **arguments)
     assert not difference(grads, direct)
+
+
+WHOLE = [
+    (intervals_by_row(lambda row: (0, row + 1), 300), {"causal": True}),
+    (intervals_by_row(lambda row: (0, 500), 300), {"panels": 2}),
+    (intervals_by_row(lambda row: (row - 40, row + 8), 300), {"window": (40, 7), "panels": 2}),
+    (intervals_by_row(lambda row: (row // 100 * 100, row + 1), 300), {"mask": documents([0, 100, 200, 300]) & CAUSAL}),
+]
+
+
+@pytest.mark.parametrize(("mask", "plain"), WHOLE, ids=str)
+def test_intervals_that_are_a_plain_mask_have_its_bits(mask: Mask, plain: dict[str, object]) -> None:
+    tensors = qkv(300, 300)
+    given = {"panels": plain.get("panels", 1), "mask": mask}
+    runs = [attention(*tensors, **how) for how in (given, plain)]
+    grads = [torch.autograd.grad(out, tensors, torch.ones_like(out)) for out in runs]
+    assert torch.equal(*runs) and not difference(*grads)
 
 
 def test_numerical_derivative() -> None:

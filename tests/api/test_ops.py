@@ -15,10 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dash_attn.api import attention, calls, flash_attn_func, flash_attn_varlen_func, ops
 from dash_attn.api.ops import Order, Posed
-from dash_attn.problem import CAUSAL, FULL, Mask, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, documents, intervals_by_row, tiles, window
 
 LENGTH = 300
 CELLS = tiles([[1, 0], [1, 1]], 256, 256)
+PREFIX = intervals_by_row(lambda row: (0, max(row + 1, 90)), LENGTH)
 
 
 def tensors(*, packed: bool = False, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -49,6 +50,7 @@ MASKS = [
     window(-3, None),
     CELLS,
     CELLS & CAUSAL,
+    PREFIX & CELLS,
     documents([0, 100, LENGTH], [0, 50, LENGTH], causal=True),
 ]
 
@@ -60,33 +62,34 @@ def test_a_mask_survives_the_plain_values(mask: Mask) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "cu"),
-    [(CAUSAL, None), (CELLS, None), (CAUSAL, torch.tensor([0, 100, LENGTH], dtype=torch.int32))],
-    ids=["dense", "tiles", "packed"],
+    [(CAUSAL, None), (CELLS, None), (PREFIX, None), (CAUSAL, torch.tensor([0, 100, LENGTH], dtype=torch.int32))],
+    ids=["dense", "tiles", "intervals", "packed"],
 )
 def test_opcheck(mask: Mask, cu: Tensor | None) -> None:
     q, k, v = (x[:1] for x in tensors())
-    plain = (cu, cu, *Posed.of(mask, None))
-    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain))
-    out, lse = ops.forward(q, k, v, *plain)
-    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0))
+    *plain, rows = (cu, cu, *Posed.of(mask, None))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain, 1, rows))
+    out, lse = ops.forward(q, k, v, *plain, 1, rows)
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0), rows)
     torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
 
 
 def test_names_and_schemas_are_stable() -> None:
     """Checkpointing policies, exported graphs and profiles of others hold them."""
     posed = "SymInt left, SymInt right, SymInt[] documents, str tiles, float? scale"
+    last = 'SymInt panels=1, str rows=""'
     cu = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
     assert str(torch.ops.dash_attn.forward.default._schema) == (
-        f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}, SymInt panels=1) -> (Tensor, Tensor)"
+        f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}, {last}) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         f"dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {cu}, {posed}, "
-        "str policy, bool? deterministic, SymInt sm_margin, SymInt panels=1) -> (Tensor, Tensor, Tensor)"
+        f"str policy, bool? deterministic, SymInt sm_margin, {last}) -> (Tensor, Tensor, Tensor)"
     )
 
 
 def test_an_operator_alone_does_not_pretend_to_have_a_gradient() -> None:
-    out, _ = ops.forward(*(x.requires_grad_() for x in tensors()), None, None, *Posed.of(FULL, None))
+    out, _ = ops.forward(*(x.requires_grad_() for x in tensors()), None, None, *Posed.of(FULL, None)[:-1])
     with pytest.raises(RuntimeError, match=r"dash_attn.*no autograd formula"):
         out.sum().backward()
 
@@ -107,6 +110,7 @@ COMPILED: list[tuple[Callable[..., Any], bool, dict[str, object]]] = [
     (attention, False, {}),
     (attention, False, {"window": (20, -1), "policy": "descending", "deterministic": True}),
     (attention, False, {"mask": CELLS, "causal": True, "scale": 0.1}),
+    (attention, False, {"mask": PREFIX, "window": (200, 100)}),
     (attention, False, {"causal": True, "panels": 3}),
     (attention, True, {"cu_seqlens": [0, 100, LENGTH]}),
     (attention, True, {"cu_seqlens": CU, "panels": 2}),

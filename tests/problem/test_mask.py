@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.problem import CAUSAL, FULL, Documents, Mask, TileMask, documents, tiles, window
-from tests.strategies import boundaries, document_masks, examples, lengths, masks, tile_masks, windows
+from dash_attn.problem import (
+    CAUSAL,
+    FULL,
+    Documents,
+    Mask,
+    TileMask,
+    documents,
+    intervals,
+    intervals_by_row,
+    tiles,
+    window,
+)
+from tests.strategies import boundaries, document_masks, examples, interval_masks, lengths, masks, tile_masks, windows
 
 
 def brute(mask: Mask, len_q: int, len_k: int) -> np.ndarray:
@@ -25,6 +39,9 @@ def brute(mask: Mask, len_q: int, len_k: int) -> np.ndarray:
                 allowed[i, j] = (mask.left is None or ahead <= mask.left) and (
                     mask.right is None or -ahead <= mask.right
                 )
+                if mask.rows is not None:
+                    first, end = mask.rows.read()
+                    allowed[i, j] &= first[i] <= j < end[i]
                 if mask.tiles is not None:
                     allowed[i, j] &= mask.tiles.cells()[i // mask.tiles.cell_m, j // mask.tiles.cell_n]
     return allowed
@@ -34,6 +51,8 @@ def brute(mask: Mask, len_q: int, len_k: int) -> np.ndarray:
 def masks_with_lengths(draw: st.DrawFn) -> tuple[Mask, int, int]:
     len_q, len_k = draw(lengths), draw(lengths)
     mask = draw(masks(len_q, len_k))
+    if draw(st.booleans()):
+        mask = mask & draw(interval_masks(len_q, len_k))
     return (mask & draw(tile_masks(len_q, len_k)) if draw(st.booleans()) else mask), len_q, len_k
 
 
@@ -52,7 +71,7 @@ def test_intervals_are_the_rows_of_dense(drawn: tuple[Mask, int, int]) -> None:
     assert lo.dtype == hi.dtype == np.int32
     assert (lo >= 0).all() and (lo <= hi).all() and (hi <= len_k).all()
     key = np.arange(len_k)
-    without_tiles = Mask(mask.left, mask.right, mask.documents).dense(len_q, len_k)
+    without_tiles = replace(mask, tiles=None).dense(len_q, len_k)
     np.testing.assert_array_equal((key >= lo[:, None]) & (key < hi[:, None]), without_tiles)
 
 
@@ -62,7 +81,7 @@ def test_documents_replace_negative_sides(drawn: tuple[Mask, int, int]) -> None:
     mask, len_q, len_k = drawn
     other = mask.without_negative_sides(len_q, len_k)
     np.testing.assert_array_equal(other.dense(len_q, len_k), mask.dense(len_q, len_k))
-    if mask.tiles is None and not mask.is_blind:
+    if mask.tiles is None and mask.rows is None and not mask.is_blind:
         assert all(side is None or side >= 0 for side in (other.left, other.right))
 
 
@@ -110,10 +129,69 @@ def test_constructors() -> None:
         (window(None, 2), "window(inf, 2)"),
         (documents([0, 2, 5], causal=True), "causal & documents(2)"),
         (tiles([[1, 0]], 64, 128), "tiles(1x2 of 64x128)"),
+        (intervals([0, 0, 2], [1, 3, 3]) & CAUSAL, "causal & intervals(3 rows)"),
     ],
 )
 def test_text(mask: Mask, text: str) -> None:
     assert str(mask) == text
+
+
+# ---- intervals row by row ----------------------------------------------------------------------------------
+
+
+def test_intervals_are_equal_if_their_pairs_are() -> None:
+    first, end = np.array([0, 3, -2], np.int32), torch.tensor([2, 1, 4])
+    mask = intervals(first, end)
+    assert mask == intervals([0, 0, 0], [2, 0, 4]) and hash(mask) == hash(intervals([0, 7, 0], [2, 7, 4]))
+    np.testing.assert_array_equal(mask.dense(3, 3), [[1, 1, 0], [0, 0, 0], [1, 1, 1]])  # cut to the three keys
+    assert intervals_by_row(lambda row: (row, 2 * row), 4) == intervals([0, 1, 2, 3], [0, 2, 4, 6])
+    assert intervals_by_row(lambda row: (0, 1), 0) == intervals([], [])
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_intervals_know_their_rows(count: int) -> None:
+    rows = intervals(np.zeros(count, int), np.ones(count, int)).rows
+    assert rows is not None and rows.count == count
+
+
+@examples(300)
+@given(st.data())
+def test_intervals_become_windows_where_they_are(data: st.DataObject) -> None:
+    """Full and causal masks and packs of documents are recognised. A lone key does not say where a window ends."""
+    len_q = data.draw(lengths)
+    len_k = data.draw(lengths | st.just(len_q))
+    kind = windows()
+    if len_q == len_k:
+        cu = data.draw(st.integers(1, 4).flatmap(lambda count: boundaries(len_q, count)))
+        kind = kind | st.builds(lambda causal: documents(cu, causal=causal), st.booleans())
+    drawn = data.draw(kind)
+    given_ = intervals(*drawn.intervals(len_q, len_k))
+    simple = given_.without_rows(len_q, len_k)
+    np.testing.assert_array_equal(simple.dense(len_q, len_k), drawn.dense(len_q, len_k))
+    if len_k > 1 and (drawn.documents is not None or drawn in (FULL, CAUSAL)):
+        assert simple.rows is None
+
+
+@examples(300)
+@given(masks_with_lengths())
+def test_other_masks_keep_their_pairs(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    simple = mask.without_rows(len_q, len_k)
+    np.testing.assert_array_equal(simple.dense(len_q, len_k), mask.dense(len_q, len_k))
+    if simple.rows is not None and simple.documents is None:
+        assert (simple.left, simple.right) == (None, None)
+
+
+def test_recognised_masks() -> None:
+    row = np.arange(8)
+    assert intervals(0 * row, row + 1).without_rows(8, 8) == CAUSAL
+    assert intervals(0 * row, row + 1).without_rows(8, 12) == window(None, -4)
+    assert intervals(0 * row, 0 * row + 8).without_rows(8, 8) == FULL
+    assert (intervals(row - 2, 0 * row + 9) & CAUSAL).without_rows(8, 8) == window(2, 0)
+    assert intervals(row // 4 * 4, row + 1).without_rows(8, 8) == documents([0, 4, 8], causal=True)
+    assert intervals(0 * row, 0 * row).without_rows(8, 8).is_blind
+    prefix = intervals(0 * row, np.maximum(row + 1, 3))
+    assert prefix.without_rows(8, 8) == prefix
 
 
 # ---- intersections -----------------------------------------------------------------------------------------
@@ -135,7 +213,8 @@ def in_one_frame(draw: st.DrawFn) -> tuple[list[Mask], int, int]:
     on_grid = st.builds(
         lambda flip: Mask(tiles=TileMask.of(cell.cells() ^ flip, cell.cell_m, cell.cell_n)), st.booleans()
     )
-    return draw(st.lists(parts | on_grid, min_size=3, max_size=3)), len_q, len_k
+    parts = parts | on_grid | interval_masks(len_q, len_k)
+    return draw(st.lists(parts, min_size=3, max_size=3)), len_q, len_k
 
 
 @examples(300)
@@ -188,5 +267,17 @@ def test_errors_say_what_was_wrong() -> None:
         tiles([[1]], 2, 2) & tiles([[1, 1]], 2, 2)
     with pytest.raises(ValueError, match="cannot intersect documents over 3 and 4 tokens"):
         documents([0, 3]) & documents([0, 4])
+    with pytest.raises(ValueError, match="must have one number for each query, got 1 and 2"):
+        intervals([0], [1, 2])
+    with pytest.raises(ValueError, match="end must have one whole number for each query, got 1 dimensions of float64"):
+        intervals([0], [1.5])
+    with pytest.raises(ValueError, match="first must have one whole number for each query, got 2 dimensions"):
+        intervals([[0]], [[1]])
+    with pytest.raises(ValueError, match=r"must return \(first key, one past the last key\), got 0 for row 0"):
+        intervals_by_row(lambda row: row, 3)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="intervals of the mask are for 2 queries, not 3"):
+        intervals([0, 0], [1, 1]).dense(3, 3)
+    with pytest.raises(ValueError, match="intervals of the mask are for 3 queries, not 2"):
+        intervals([0, 0], [1, 1]) & intervals([0, 0, 0], [1, 1, 1])
     with pytest.raises(ValueError, match="3 of 4 queries, 3 of 4 keys"):
         documents([0, 3]).dense(4, 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tiling import TileShape, TileState, Tiling, grid, tile
-from tests.strategies import examples, problems, shapes, tile_masks, tilings
+from tests.strategies import examples, interval_masks, problems, shapes, tile_masks, tilings
 
 KERNEL_SHAPES = [TileShape(64, 128), TileShape(80, 128), TileShape(128, 128)]
 
@@ -39,6 +39,13 @@ def check(problem: Problem, shape: TileShape) -> None:
 @given(problems(), shapes)
 def test_random_small_tilings(problem: Problem, shape: TileShape) -> None:
     check(problem, shape)
+
+
+@examples(300)
+@given(st.data())
+def test_intervals_in_any_order(data: st.DataObject) -> None:
+    len_q, len_k = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 30))
+    check(Problem(1, 1, 1, len_q, len_k, mask=data.draw(interval_masks(len_q, len_k))), data.draw(shapes))
 
 
 @examples(150)

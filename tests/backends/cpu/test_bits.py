@@ -12,7 +12,7 @@ from dash_attn.backends import Operands
 from dash_attn.order import applicable
 from dash_attn.pack import Planned
 from dash_attn.plan import plan
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals_by_row, tiles, window
 from dash_attn.tiling import TileShape, tile
 from tests.backends.cpu.reference import difference, operands, ordered, run
 
@@ -23,6 +23,7 @@ MASKS = [
     window(40, 10),
     documents([0, 30, 75, 120], causal=True),
     tiles(np.random.default_rng(1).random((8, 8)) < 0.6, 16, 16),
+    intervals_by_row(lambda row: (row // 40 * 40, max(row + 1, 50)), 120),
 ]
 
 

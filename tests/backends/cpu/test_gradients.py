@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn.order import POLICIES, applicable
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.operands import exact
 from tests.backends.cpu.reference import DTYPES, by_torch, difference, error, operands, ordered, run
@@ -38,6 +38,16 @@ MASKS: list[tuple[Mask, int, int]] = [
     (tiles(RNG.random((4, 4)) < 0.5, 64, 64), 200, 200),
     (tiles(RNG.random((4, 3)) < 0.6, 64, 64) & CAUSAL, 200, 170),
     (tiles(np.zeros((4, 4)), 64, 64), 200, 200),
+    (intervals_by_row(lambda row: (0, max(row + 1, 70)), 200), 200, 200),  # prefix
+    (intervals_by_row(lambda row: (0, (row // 48 + 1) * 48), 200), 200, 200),  # causal from block to block
+    (intervals_by_row(lambda row: (row // 64 * 64, row + 1), 200), 200, 170),  # chunks
+    (intervals(RNG.integers(0, 150, 200), RNG.integers(20, 170, 200)), 200, 170),  # in any order, some empty
+    (
+        intervals(RNG.integers(0, 99, 200), RNG.integers(9, 170, 200)) & tiles(RNG.random((4, 3)) < 0.6, 64, 64),
+        200,
+        170,
+    ),
+    (intervals([0] * 60, [0] * 60), 60, 60),
     (FULL, 0, 60),
     (FULL, 60, 0),
     (CAUSAL, 1, 1),

@@ -20,7 +20,7 @@ from dash_attn.backends.sm90 import fa4, forwards
 from dash_attn.backends.sm90.config import PIECE_ROWS, Piece
 from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose
 from dash_attn.backends.sm90.packing import packing_of, spread_of, spread_pieces
-from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, intervals, tiles, window
 from tests.strategies import examples
 
 DOCUMENTS = documents([0, 20, 20, 50], [0, 10, 25, 40], causal=True)
@@ -86,6 +86,7 @@ REFUSED = [
     (posed(window(3, 100)), "torch", NotImplementedError, ["right side of 100", "more queries than keys"]),
     (posed(window(3, 100)), None, NotImplementedError, ["fa4: ", "cudnn: ", "torch: ", "dash_attn.backward"]),
     (posed(tiles([[1]], 64, 64)), None, NotImplementedError, ["mask has tiles", "dash_attn.backward"]),
+    (posed(intervals([0] * 50, [9] * 50)), None, NotImplementedError, ["row by row", "dash_attn.backward"]),
     (posed(scale=-1.0), None, NotImplementedError, ["scale must be above 0", "-1.0", "dash_attn.backward"]),
 ]
 

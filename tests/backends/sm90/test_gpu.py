@@ -7,7 +7,7 @@ import torch
 
 from dash_attn.backends import Gradients, Operands
 from dash_attn.backends.sm90.config import FINISHES
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals_by_row, tiles, window
 from tests.backends.sm90.cases import Case, errors, policies, prepared, same, sms
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +30,8 @@ MASKS = {
     "documents": documents([0, 100, 100, 471, 480, 1000]),
     "causal documents": documents([0, 100, 471, 480, 1000], causal=True),
     "uneven documents": documents([0, 0, 300, 1000], [0, 400, 500, 1000], causal=True),
+    "prefix": intervals_by_row(lambda row: (0, max(row + 1, 300)), 1000),
+    "intervals": intervals_by_row(lambda row: (row * 7 % 500, row * 11 % 1100), 1000),  # some empty, in any order
     "tiles": tiles([[CELLS.random() < 0.5 for _ in range(8)] for _ in range(8)], 128, 128),
 }
 
