@@ -38,7 +38,7 @@ class Seen(NamedTuple):
 
 
 def from_block_mask(block_mask: BlockMask) -> Mask:
-    """The mask of a torch BlockMask, for tensors of its lengths.
+    """The mask of a torch BlockMask, for tensors with its number of queries. Keys after its last key are not seen.
 
     Each row must see one interval of keys, or the part of one interval that lies in the blocks of the BlockMask. All
     batch entries and heads must see the same pairs. Other masks are refused. mask_mod is asked about pairs in partial

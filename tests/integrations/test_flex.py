@@ -121,7 +121,7 @@ def test_any_table_is_right_or_refused(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mod", [INTERVALS[0][0], INTERVALS[4][0], TILES[1][0]])
-def test_attention_agrees_with_flex_attention(mod: Mod) -> None:
+def test_attention_agrees_with_torch(mod: Mod) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 100, 2, 16, requires_grad=True) for _ in range(3))
     block_mask = made(mod, 100, 100, batch=2, heads=2)
