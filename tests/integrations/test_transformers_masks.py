@@ -15,6 +15,7 @@ from transformers import masking_utils  # noqa: E402
 from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 from dash_attn.integrations.transformers import packing as packing_module  # noqa: E402
 from dash_attn.integrations.transformers.masks import ModelMask  # noqa: E402
+from dash_attn.problem import documents  # noqa: E402
 from tests.integrations.small import GROUPED, LENGTH  # noqa: E402
 
 
@@ -112,9 +113,10 @@ def given(implementation: str = "dash") -> dict[str, Any]:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"or_mask_function": lambda b, h, q, k: q == 3},
+        {"or_mask_function": lambda b, h, q, k: (q == 3) & (k == 9)},
         {"and_mask_function": lambda b, h, q, k: k != 3},
-        {"block_sequence_ids": torch.zeros(2, LENGTH, dtype=torch.long)},
+        {"block_sequence_ids": torch.arange(LENGTH).expand(2, -1) % 2},
+        {"block_sequence_ids": torch.tensor([[-1] * LENGTH, [*[0] * 9, *[-1] * (LENGTH - 12), *[0] * 3]])},
     ],
     ids=lambda x: next(iter(x)),
 )
@@ -138,15 +140,95 @@ def test_masks_that_are_causal_in_effect_run(extra: dict[str, Any]) -> None:
     assert (mask.causal, mask.left, mask.right) == (True, None, None)
 
 
-def test_chunks_run_if_the_sequence_fits_into_one() -> None:
+BLOCKS = torch.full((2, LENGTH), -1)
+BLOCKS[0, 4:9], BLOCKS[0, 20:25], BLOCKS[1, :12] = 0, 1, 0
+LEFT, RIGHT = torch.ones(2, 2, LENGTH, dtype=torch.long)
+LEFT[1, :5] = RIGHT[0, -7:] = 0
+
+
+@pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
+@pytest.mark.parametrize(
+    ("maker", "extra"),
+    [
+        ("create_chunked_causal_mask", {}),
+        ("create_chunked_causal_mask", {"block_sequence_ids": BLOCKS[:1].expand(2, -1)}),
+        ("create_causal_mask", {"block_sequence_ids": BLOCKS}),
+        ("create_causal_mask", {"block_sequence_ids": torch.zeros(2, LENGTH, dtype=torch.long)}),
+        ("create_causal_mask", {"or_mask_function": lambda b, h, q, k: q == 3}),
+        ("create_causal_mask", {"or_mask_function": lambda b, h, q, k: k < 7 + b}),
+        ("create_sliding_window_causal_mask", {"block_sequence_ids": BLOCKS}),
+        ("create_causal_mask", {"position_ids": torch.arange(LENGTH)[None] % 20, "block_sequence_ids": BLOCKS[:1]}),
+    ],
+)
+def test_masks_of_intervals_are_those_of_sdpa(maker: str, extra: dict[str, Any], padding: Tensor | None) -> None:
+    """Chunks, and blocks of tokens that see each other: forward and gradients."""
+    arguments = {**given(), **extra, "attention_mask": padding}
+    if "position_ids" in extra:  # of one row, and only without a padding mask does Transformers look at positions
+        arguments |= {"inputs_embeds": arguments["inputs_embeds"][:1], "attention_mask": None}
+    config = arguments["config"]
+    config.attention_chunk_size, config.sliding_window = 8, 6
+    ours, dense = (
+        getattr(masking_utils, maker)(**arguments) for config._attn_implementation_internal in ("dash", "sdpa")
+    )
+    assert ours.intervals is not None and len(ours.intervals) <= ours.batch
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(ours.batch, 4, LENGTH, 16, requires_grad=True) for _ in range(3))
+    real = torch.ones(ours.batch, LENGTH, dtype=torch.bool) if padding is None or ours.batch == 1 else padding.bool()
+    out = attention_forward(torch.nn.Identity(), q, k, v, ours)[0]
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, dense).transpose(1, 2)
+    torch.testing.assert_close(out[real], theirs[real], atol=1e-5, rtol=1e-4)
+    dout = torch.randn_like(out) * real[..., None, None]
+    for mine, their in zip(*(torch.autograd.grad(x, (q, k, v), dout) for x in (out, theirs)), strict=True):
+        torch.testing.assert_close(mine, their, atol=1e-5, rtol=1e-4)
+
+
+def test_chunks_are_documents() -> None:
+    """So they have a forward on GPUs."""
     arguments = given()
-    for size, fits in ((LENGTH, True), (LENGTH - 1, False)):
-        arguments["config"].attention_chunk_size = size
-        if fits:
-            assert masking_utils.create_chunked_causal_mask(**arguments).causal
-        else:
-            with pytest.raises(NotImplementedError, match="chunked_overlay"):
-                masking_utils.create_chunked_causal_mask(**arguments)
+    arguments["config"].attention_chunk_size = 8
+    mask = masking_utils.create_chunked_causal_mask(**arguments)
+    assert mask.intervals == (documents([*range(0, LENGTH, 8), LENGTH], causal=True),)
+    arguments["config"].attention_chunk_size = LENGTH
+    assert masking_utils.create_chunked_causal_mask(**arguments).causal
+
+
+def test_gemma3_trains_with_image_tokens() -> None:
+    """Tokens of an image see each other. Here the tokens that token_type_ids marks have embeddings of text."""
+    text = {**GROUPED, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kinds = (BLOCKS >= 0).long()
+    results = []
+    for implementation in ("eager", "dash", "dash"):
+        torch.manual_seed(0)
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
+        )
+        model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation)
+        ids = tokens()
+        out = model.train()(input_ids=ids, token_type_ids=kinds, labels=ids)
+        out.loss.backward()
+        grads = [x.grad for x in model.model.language_model.parameters() if x.grad is not None]
+        results.append([out.logits.detach(), *grads])
+    for theirs, first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, theirs, atol=1e-4, rtol=1e-3)
+        assert torch.equal(first, second)
+
+
+def test_llama4_trains_in_chunks() -> None:
+    results = []
+    sizes = {**GROUPED, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 8}
+    for implementation in ("eager", "dash"):
+        torch.manual_seed(0)
+        config = transformers.Llama4TextConfig(**sizes, layer_types=["chunked_attention", "full_attention"])
+        model = transformers.Llama4ForCausalLM._from_config(config, attn_implementation=implementation)
+        ids = tokens()
+        labels = ids.masked_fill(LEFT == 0, -100)
+        labels[1, 5] = -100  # padding predicts it
+        out = model.train()(input_ids=ids, attention_mask=LEFT, labels=labels)
+        out.loss.backward()
+        results.append([out.logits.detach()[LEFT.bool()], *(x.grad for x in model.parameters() if x.grad is not None)])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("window", [1, 4])

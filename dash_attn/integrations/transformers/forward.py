@@ -76,6 +76,14 @@ def attention_forward(
     # Under autocast, or with norms kept in float32, rotated queries and keys are wider than values.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
+    deterministic = True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic")
+    if mask.intervals is not None:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise NotImplementedError(
+                f"{_name(module)} has a mask with an interval of keys for each token, and cu_seq_lens_q was given: "
+                f"leave it out, or {ELSEWHERE}"
+            )
+        return _by_rows(mask, (q, k, v), {"scale": scaling, "deterministic": deterministic}), None
     if mask.number is not None:
         k, v = (x[:, : mask.number.shape[1]] for x in (k, v))
     # A window as long as the keys is none.
@@ -87,7 +95,7 @@ def attention_forward(
         "causal": mask.causal,
         "window": (left, right) if windowed else None,
         "scale": scaling,
-        "deterministic": True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic"),
+        "deterministic": deterministic,
     }
     rows = Rows(q.shape[0], q.shape[1], k.shape[1], mask.causal or windowed, windowed)
     packed = _packed(mask, rows, q.device, kwargs)
@@ -105,6 +113,21 @@ def attention_forward(
         everything = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
         out = everything.index_copy(0, packed.queries, out)
     return out.view(q.shape), None
+
+
+def _by_rows(mask: ModelMask, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
+    """Attention with the mask of each batch entry, or with one for all."""
+    masks = mask.intervals
+    assert masks is not None
+    if qkv[0].is_cuda and any(each.rows is not None for each in masks):
+        raise NotImplementedError(
+            f"{mask.model} has a mask with an interval of keys for each token, for which dash_attn has no forward on "
+            "GPUs: use attn_implementation='sdpa' or 'eager' for it"
+        )
+    if len(masks) == 1:
+        out: Tensor = attention(*qkv, mask=masks[0], **options)
+        return out
+    return torch.cat([attention(*(x[b : b + 1] for x in qkv), mask=each, **options) for b, each in enumerate(masks)])
 
 
 def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window: int | None) -> ModelMask:

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from dash_attn.problem import Mask, intervals
+
 # The largest mask that is written out to compare it with a simpler one, in elements.
 LARGEST_WRITTEN_OUT = 2**30
 DUNDERS = (
@@ -32,10 +34,24 @@ class ModelMask:
     left, right           how many keys before and after its own position a query sees; None is no limit
     number                None, or (batch, keys): 0 for padding, else the number of the document. It may be shorter
                           than the keys, which then end in places of a static cache that are still empty
+    intervals             None, or the mask of each batch entry, or one for all of them. Nothing above but the sizes
+                          counts then
     foreign               the model computes attention itself, so it has no use for the mask
     """
 
-    __slots__ = ("batch", "causal", "device", "foreign", "left", "len_k", "len_q", "model", "number", "right")
+    __slots__ = (
+        "batch",
+        "causal",
+        "device",
+        "foreign",
+        "intervals",
+        "left",
+        "len_k",
+        "len_q",
+        "model",
+        "number",
+        "right",
+    )
 
     def __init__(
         self, model: str, sizes: tuple[int, int, int], device: Any, causal: bool, sides: tuple[int | None, int | None]
@@ -46,6 +62,7 @@ class ModelMask:
         self.causal = causal
         self.left, self.right = sides
         self.number: Tensor | None = None
+        self.intervals: tuple[Mask, ...] | None = None
         self.foreign = False
 
     # What models look at before they hand a mask on, and what moving a layer to another device does.
@@ -144,7 +161,9 @@ def model_mask(
     mask = ModelMask(
         model, (batch_size, q_length, kv_length), kwargs.get("device"), shown.causal, (shown.left, shown.right)
     )
-    mask.number = shown.numbers(attention_mask, q_offset)
+    mask.intervals = shown.intervals
+    if mask.intervals is None:
+        mask.number = shown.numbers(attention_mask, q_offset)
     mask.foreign = type(kwargs.get("config")) in COMPUTED_BY_THE_MODEL
     return mask
 
@@ -159,6 +178,7 @@ class Shown:
         self.left: int | None = None
         self.right: int | None = None
         self.documents: Tensor | None = None
+        self.intervals: tuple[Mask, ...] | None = None
 
     def eager(self, mask_function: Callable[..., Any] | None, q_offset: int | Tensor, padding: Tensor | None) -> None:
         if mask_function is None:
@@ -166,7 +186,13 @@ class Shown:
             return
         end = max(int(q_offset) + self.len_q, self.kv_offset + self.len_k)
         unknown = [name for part in parts_of(mask_function) if (name := self.add(*part, end)) is not None]
-        if unknown and not self.is_plain(mask_function, q_offset, padding):
+        if not unknown:
+            return
+        asked = self.written_out(mask_function, int(q_offset), padding)
+        if asked is not None and self.is_plain(asked, int(q_offset), padding):
+            return
+        self.intervals = None if asked is None else self.rows_of(asked, int(q_offset), padding)
+        if self.intervals is None:
             raise NotImplementedError(
                 f"{self.model} masks with {', '.join(sorted(set(unknown)))}, which dash_attn does not know: "
                 "use attn_implementation='sdpa' or 'eager' for it"
@@ -247,16 +273,35 @@ class Shown:
             return None
         return number
 
-    def is_plain(self, mask_function: Callable[..., Any], q_offset: int | Tensor, padding: Tensor | None) -> bool:
-        """Whether the known parts alone give the same mask in this very call."""
+    def written_out(self, mask_function: Callable[..., Any], offset: int, padding: Tensor | None) -> Tensor | None:
+        """The mask of this very call, (batch, 1, queries, keys), unless it is too large."""
         from transformers.masking_utils import sdpa_mask
 
         if self.batch * self.len_q * self.len_k > LARGEST_WRITTEN_OUT:
-            return False
-        offset, device = int(q_offset), self.options.get("device", "cpu")
+            return None
         sizes = (self.batch, self.len_q, self.len_k, offset, self.kv_offset)
-        vmap = {"use_vmap": self.options.get("use_vmap", False), "device": device}
-        asked = sdpa_mask(*sizes, mask_function, padding, allow_is_causal_skip=False, **vmap)
+        vmap = {"use_vmap": self.options.get("use_vmap", False), "device": self.options.get("device", "cpu")}
+        asked: Tensor = sdpa_mask(*sizes, mask_function, padding, allow_is_causal_skip=False, **vmap)
+        return asked
+
+    def rows_of(self, asked: Tensor, offset: int, padding: Tensor | None) -> tuple[Mask, ...] | None:
+        """The mask of each batch entry, or one for all, if each row of a real token sees one interval of keys."""
+        seen = asked[:, 0]
+        if padding is not None and offset + self.len_q <= padding.shape[1]:
+            seen = (
+                seen & padding[:, offset : offset + self.len_q, None].bool()
+            )  # what padding sees is nobody's business
+        bits = seen.to(torch.uint8)
+        count, first, after = bits.sum(-1), bits.argmax(-1), self.len_k - bits.flip(-1).argmax(-1)
+        if not bool(((after - first == count) | (count == 0)).all()):
+            return None
+        ends = torch.stack([first, torch.where(count == 0, first, after)], 1).cpu()
+        masks = tuple(intervals(*each).without_rows(self.len_q, self.len_k) for each in ends)
+        return masks[:1] if len(set(masks)) == 1 else masks
+
+    def is_plain(self, asked: Tensor, offset: int, padding: Tensor | None) -> bool:
+        """Whether the known parts alone give the mask of this very call."""
+        device = asked.device
         q = torch.arange(offset, offset + self.len_q, device=device)[:, None]
         k = torch.arange(self.kv_offset, self.kv_offset + self.len_k, device=device)
         plain = torch.ones(self.batch, 1, self.len_q, self.len_k, dtype=torch.bool, device=device)
