@@ -284,14 +284,26 @@ def intervals_by_row(function: Callable[[int], tuple[int, int]], len_q: int) -> 
 
 
 def _blocks(lo: Longs, hi: Longs) -> Documents:
-    """The smallest documents, with as many queries as keys each, that hold all pairs."""
+    """The smallest documents, with as many queries as keys each, that hold all pairs.
+
+    Queries that see nothing, and keys at their positions that nobody sees, become documents without a partner.
+    """
     empty = lo == hi
     furthest = np.maximum.accumulate(np.where(empty, 0, hi))  # one past the last key of all rows up to this one
     nearest = np.minimum.accumulate(np.where(empty, len(lo), lo)[::-1])[::-1]  # first key of all rows from this one
     cut = np.arange(1, len(lo))
-    ends = cut[(furthest[:-1] <= cut) & (nearest[1:] >= cut)]
-    cu = (0, *ends.tolist(), len(lo))
-    return Documents(cu, cu)
+    ends = np.append(cut[(furthest[:-1] <= cut) & (nearest[1:] >= cut)], len(lo))
+    begins = np.append(0, ends[:-1])
+    paired = np.add.reduceat(~empty, begins) > 0
+    last = np.append(paired[:-1] | paired[1:], True)  # neighbours without pairs are one
+    cu_q, cu_k = [0], [0]
+    for end, has_pairs in zip(ends[last].tolist(), paired[last].tolist(), strict=True):
+        if not has_pairs:
+            cu_q.append(end)
+            cu_k.append(cu_k[-1])
+        cu_q.append(end)
+        cu_k.append(end)
+    return Documents(tuple(cu_q), tuple(cu_k))
 
 
 def _window_inside(parts: Documents, lo: Longs, hi: Longs) -> Mask | None:

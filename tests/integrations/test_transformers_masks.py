@@ -192,6 +192,12 @@ def test_chunks_are_documents() -> None:
     assert masking_utils.create_chunked_causal_mask(**arguments).causal
 
 
+def test_a_mask_of_intervals_has_no_dtype() -> None:
+    """A model that asks for it calculates with the mask next."""
+    with pytest.raises(NotImplementedError, match=r"Llama uses its mask \(dtype\).*'eager'"):
+        _ = masking_utils.create_causal_mask(**given(), block_sequence_ids=BLOCKS).dtype
+
+
 def test_gemma3_trains_with_image_tokens() -> None:
     """Tokens of an image see each other. Here the tokens that token_type_ids marks have embeddings of text."""
     text = {**GROUPED, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
@@ -212,6 +218,41 @@ def test_gemma3_trains_with_image_tokens() -> None:
     for theirs, first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, theirs, atol=1e-4, rtol=1e-3)
         assert torch.equal(first, second)
+
+
+def test_embedding_gemma_sees_both_ways() -> None:
+    sizes = {**GROUPED, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    results = []
+    for implementation in ("eager", "dash"):
+        torch.manual_seed(0)
+        config = transformers.Gemma3TextConfig(**sizes, use_bidirectional_attention=True)
+        model = transformers.Gemma3TextModel._from_config(config, attn_implementation=implementation)
+        out = model.train()(input_ids=tokens(), attention_mask=RIGHT).last_hidden_state[RIGHT.bool()]
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in model.parameters())])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
+
+
+def test_paligemma_trains_with_a_prefix() -> None:
+    """Tokens of type 0 are the prefix, which sees itself both ways."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kinds = (torch.arange(LENGTH) >= torch.tensor([[9], [14]])).long()
+    results = []
+    for implementation in ("eager", "dash"):
+        torch.manual_seed(0)
+        config = transformers.PaliGemmaConfig(
+            text_config={**GROUPED, "model_type": "gemma"},
+            vision_config={**vision, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"},
+        )
+        model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=implementation)
+        ids = tokens()
+        out = model.train()(input_ids=ids, token_type_ids=kinds, labels=ids)
+        out.loss.backward()
+        grads = [x.grad for x in model.model.language_model.parameters() if x.grad is not None]
+        results.append([out.logits.detach(), *grads])
+    for theirs, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
 def test_llama4_trains_in_chunks() -> None:

@@ -189,6 +189,10 @@ def test_recognised_masks() -> None:
     assert intervals(0 * row, 0 * row + 8).without_rows(8, 8) == FULL
     assert (intervals(row - 2, 0 * row + 9) & CAUSAL).without_rows(8, 8) == window(2, 0)
     assert intervals(row // 4 * 4, row + 1).without_rows(8, 8) == documents([0, 4, 8], causal=True)
+    padded = np.where(row < 2, 0, row + 1)  # the first two queries see nothing, and nobody sees their keys
+    assert intervals(np.maximum(row // 4 * 4, 2), padded).without_rows(8, 8) == documents(
+        [0, 2, 2, 4, 8], [0, 0, 2, 4, 8], causal=True
+    )
     assert intervals(0 * row, 0 * row).without_rows(8, 8).is_blind
     prefix = intervals(0 * row, np.maximum(row + 1, 3))
     assert prefix.without_rows(8, 8) == prefix

@@ -66,9 +66,14 @@ class ModelMask:
         self.foreign = False
 
     # What models look at before they hand a mask on, and what moving a layer to another device does.
-    dtype = torch.bool
     ndim = 4
     requires_grad = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.intervals is not None:  # Gemma4Audio asks for its smallest number, and calculates with it next
+            refuse(self, "uses its mask (dtype)")
+        return torch.bool
 
     @property
     def shape(self) -> torch.Size:
