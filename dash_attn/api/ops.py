@@ -36,9 +36,7 @@ class Posed(NamedTuple):
             -1 if mask.left is None else mask.left,
             -1 if mask.right is None else mask.right,
             [] if cu is None else [*cu.cu_q, *cu.cu_k],
-            ""
-            if cells is None
-            else f"{cells.cell_m} {cells.cell_n} {cells.shape[0]} {cells.shape[1]} {_hex(cells.bits)}",
+            "" if cells is None else f"{cells.cell_m} {cells.cell_n} {cells.shape[0]} {cells.shape[1]} {cells.bits}",
             None if scale is None else float(scale),
             "" if mask.rows is None else mask.rows.text,
         )
@@ -48,7 +46,7 @@ class Posed(NamedTuple):
         cells = None
         if self.tiles:
             cell_m, cell_n, rows, columns, bits = self.tiles.split(" ")
-            cells = TileMask(int(cell_m), int(cell_n), (int(rows), int(columns)), bytes.fromhex(bits))
+            cells = TileMask(int(cell_m), int(cell_n), (int(rows), int(columns)), bits)
         return Mask(
             None if self.left == -1 else self.left,
             None if self.right == -1 else self.right,
@@ -142,8 +140,3 @@ def _prepared(
         return prepare(problem, order.policy, options, q.device)
 
     return recall(key, checked)
-
-
-def _hex(bits: bytes) -> str:
-    """torch.compile takes bytes as constants, but traces none of their methods."""
-    return "".join([f"{byte:02x}" for byte in bits])

@@ -82,12 +82,15 @@ class Documents:
 
 @dataclass(frozen=True)
 class TileMask:
-    """An explicit mask. Cell (i, j) covers cell_m queries x cell_n keys; `bits` packs the cells row by row."""
+    """An explicit mask. Cell (i, j) covers cell_m queries x cell_n keys; `bits` packs the cells row by row.
+
+    The bits are a text of hexadecimal digits, because torch.compile takes texts as constants.
+    """
 
     cell_m: int
     cell_n: int
     shape: tuple[int, int]
-    bits: bytes
+    bits: str
 
     @staticmethod
     def of(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> TileMask:
@@ -96,10 +99,10 @@ class TileMask:
             raise ValueError(f"a tile mask is a matrix (q tiles, kv tiles), got {matrix.ndim} dimensions")
         if cell_m < 1 or cell_n < 1:
             raise ValueError(f"tile mask cells must be at least 1x1, got {cell_m}x{cell_n}")
-        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), np.packbits(matrix).tobytes())
+        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), np.packbits(matrix).tobytes().hex())
 
     def cells(self) -> Bool:
-        flat = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.shape[0] * self.shape[1])
+        flat = np.unpackbits(np.frombuffer(bytes.fromhex(self.bits), np.uint8), count=self.shape[0] * self.shape[1])
         return flat.astype(bool).reshape(self.shape)
 
     def covers(self, len_q: int, len_k: int) -> bool:

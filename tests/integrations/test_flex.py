@@ -191,3 +191,16 @@ def test_many_cells_take_milliseconds() -> None:
         spans.append(time.perf_counter() - begin)
         assert mask == dash_attn.tiles(cells, 128, 128)
     assert max(spans) < 0.2  # about 0.01 s for nested lists
+
+
+def test_compiling_many_cells_takes_no_longer_than_compiling_few() -> None:
+    """7 s if torch.compile traced each cell."""
+    q, k, v = (torch.randn(1, 512, 1, 16) for _ in range(3))
+    spans = {}
+    for cells in (8, 8, 512):  # the first compilation loads the compiler
+        mask = dash_attn.tiles(np.tri(cells), 512 // cells, 512 // cells)
+        compiled = torch.compile(lambda q, k, v, mask=mask: dash_attn.attention(q, k, v, mask=mask), backend="eager")
+        begin = time.perf_counter()
+        compiled(q, k, v)
+        spans[cells] = time.perf_counter() - begin
+    assert spans[512] < spans[8] + 2
