@@ -177,7 +177,7 @@ def attention(
     cu_seqlens     0 and the end of each packed sequence, as a list or a tensor. A GPU tensor makes the host wait for
                    the GPU. torch.compile takes a list as a constant; the values of a tensor may change
     cu_seqlens_k   the same for keys, if keys are packed differently
-    mask           a dash_attn Mask, for instance dash_attn.tiles(cells, 256, 256), intersected with the above
+    mask           a dash_attn Mask, for instance dash_attn.intervals(first, end), intersected with the above
     scale          factor of the scores; None means dim ** -0.5
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
                    query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
