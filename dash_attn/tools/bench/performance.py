@@ -28,7 +28,6 @@ from dash_attn.tools.bench.report import (
     percent,
     price,
     speed,
-    step_times,
     tflops,
     times,
 )
@@ -116,10 +115,6 @@ def packed(results: Results) -> TableText:
     return [header[0], "documents", *header[2:], "ours / @group"], lines
 
 
-def step(results: Results) -> TableText:
-    return step_times(results["step"])
-
-
 def host(results: Results) -> TableText:
     return hosts(results["host"])
 
@@ -171,7 +166,7 @@ def _family(row: Row, name: str) -> str:
 def noise(results: Results) -> TableText:
     """How far samples of the order of `auto` scatter: the 80th percentile over the 20th, in the median of the cells."""
     lines = []
-    for suite in ("grid", "grid_close"):
+    for suite in ("grid", "grid_ours", "grid_close"):
         result = results[suite]
         scatter = [us["p80"] / us["p20"] for row in result["rows"] for us in [row["us"][default_of(row)]]]
         twins = [x for row in result["rows"] if (x := _twin(row)) is not None]
@@ -200,7 +195,6 @@ TABLES: dict[str, Callable[[Results], TableText]] = {
     "length": length,
     "few": few,
     "packed": packed,
-    "step": step,
     "host": host,
 }
 
