@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from threading import Thread
+from threading import enumerate as enumerate_threads
+from time import sleep
 
 import torch
 
@@ -51,9 +52,10 @@ def run_threads(threads: Sequence[Thread], stop: Callable[[BaseException], None]
             thread.join()
     except BaseException as error:  # an interrupt must not leave threads behind
         stop(error)
-        for thread in threads:
-            with suppress(RuntimeError):  # the thread has not started
-                thread.join()
+        # Python takes a thread whose join was interrupted for ended. So this waits until no thread is listed any more.
+        started = {thread for thread in threads if thread.ident is not None}
+        while started & set(enumerate_threads()):
+            sleep(1e-3)
         raise
 
 
