@@ -57,8 +57,10 @@ def _first_queries(docs: Int32, n: int) -> Longs:
 
 
 def _aligned(docs: Int32, all_keys: bool) -> bool:
-    """Panels of one sequence have neighbouring queries. Each sees as many more keys than the one before as it has
-    queries, or all of them see all keys."""
+    """Whether the panels of each sequence have neighbouring queries and the keys that these see.
+
+    With `all_keys` every panel sees all keys. Otherwise a panel of n queries sees n keys more than the panel before it.
+    """
     seeing = docs[(docs[:, Doc.Q_ROWS] > 0) & (docs[:, Doc.K_ROWS] > 0)]
     seeing = seeing[np.argsort(seeing[:, Doc.Q_ROW])]
     before, panel = seeing[:-1], seeing[1:]

@@ -60,7 +60,7 @@ class Round(IntEnum):
 class PackedBundle(IntEnum):
     """Columns of the table `bundles`: the chains that one worker runs back to back.
 
-    AWAITS  so many bundles after it must have begun before its worker may take another ticket
+    AWAITS  the number of bundles behind it that must begin before its worker may take another ticket
     """
 
     FIRST_CHAIN = 0

@@ -54,7 +54,8 @@ def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
     needed = bundle
     for _ in range(PASSES):
         before, needed = needed, needed.copy()
-        # The numbers of a sum, or of a bundle, are above those of the one before: each maximum starts anew.
+        # Each sum, and each bundle, adds an offset above all numbers of its predecessor. So no maximum of a predecessor
+        # reaches into it.
         needed[task] = np.maximum.accumulate(before[task] + by_sum) - by_sum
         needed = np.maximum.accumulate(needed + by_bundle) - by_bundle
         if np.array_equal(before, needed):

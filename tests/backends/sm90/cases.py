@@ -90,6 +90,22 @@ class Case:
         return int(count)
 
 
+def check_replays(problem: Problem) -> None:
+    """A captured backward writes the same bits at every replay."""
+    case, ready = Case.make(problem), prepared(problem)
+    want, into = case.run(ready), room(case.operands)
+    ready.backward(case.operands, into)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ready.backward(case.operands, into)
+    for _ in range(3):
+        for x in into:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize(DEVICE)
+        assert same(into, want)
+
+
 def room(operands: Operands) -> Gradients:
     """Gradients to be written."""
     return Gradients(*(torch.empty_like(x) for x in operands[1:4]))

@@ -11,7 +11,7 @@ import torch
 from dash_attn import attention, backward
 from dash_attn.backends import Gradients, Operands
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from tests.backends.sm90.cases import DEVICE, Case, errors, prepared, same, sms
+from tests.backends.sm90.cases import DEVICE, Case, check_replays, errors, prepared, same, sms
 
 pytestmark = pytest.mark.gpu
 
@@ -133,19 +133,7 @@ def test_more_queries_than_keys_and_empty_sides() -> None:
 
 
 def test_a_graph() -> None:
-    problem = Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL, panels=4)
-    case, ready = Case.make(problem), prepared(problem)
-    want, into = case.run(ready), Gradients(*(torch.empty_like(x) for x in case.operands[1:4]))
-    ready.backward(case.operands, into)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ready.backward(case.operands, into)
-    for _ in range(3):
-        for x in into:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize(DEVICE)
-        assert same(into, want)
+    check_replays(Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL, panels=4))
 
 
 def test_attention_takes_panels() -> None:
