@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+# A module that torch imports on its own at the first call of an operator. Its functions have the default group of that
+# moment as a default argument, so a group that exists then outlives destroy_process_group(). Its threads would run into
+# the end of Python and abort the process. Imported here, the module finds no group.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

@@ -31,6 +31,27 @@ def test_the_examples_of_the_documentation(tmp_path: Path, number: int, told: st
     assert printed.count("True") == 2 * (number + 1) and "False" not in printed
 
 
+def test_a_destroyed_group_is_gone(tmp_path: Path) -> None:
+    """A group that something still holds has threads, and they abort the process if Python ends before them."""
+    (tmp_path / "gone.py").write_text(
+        """
+import weakref
+import torch
+import torch.distributed as dist
+from dash_attn.distributed import context_parallel_attention
+
+dist.init_process_group("gloo", init_method="file://" + __file__ + ".store", rank=0, world_size=1)
+q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
+context_parallel_attention(q, k, v, causal=True).sum().backward()
+group = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+print("gone" if group() is None else "held")
+""",
+        encoding="utf-8",
+    )
+    assert run("gone.py", at=tmp_path).strip() == "gone"
+
+
 @pytest.mark.parametrize(
     ("options", "told"), [((), "identical after each of 2 steps"), (("--sum-by-rank",), "different from step 1 on")]
 )
