@@ -67,9 +67,13 @@ class Board(NamedTuple):
         """How many tasks of each chain need the element mask."""
         return per_chain(self.chains, self.runs[:, Run.COUNT] * (self.runs[:, Run.PARTIAL] != 0))
 
+    def tasks(self) -> TaskArrays:
+        """All tasks as flat arrays."""
+        return expand_tasks(self.chains, self.runs, self.dq_sum, self.num_q)
+
     def expand(self) -> TaskArrays:
         """All steps as flat arrays. The q tile of a part is END_OF_CHAIN, and its target is a sum of dK or dV."""
-        tasks = expand_tasks(self.chains, self.runs, self.dq_sum, self.num_q)
+        tasks = self.tasks()
         count = np.diff(self.part_first)
         chain = np.repeat(np.arange(len(self.chains)), count)
         part = np.arange(count.sum()) - np.repeat(self.part_first[:-1] - self.num_tasks, count)

@@ -100,12 +100,17 @@ def simulate(
 ) -> Simulation:
     """Run a program on `workers` workers under a model. A deadlock is a VerifyError, never a wrong number.
 
-    Whoever has verified and placed the program gives the placement; else both happen here. A pack has no placement:
-    the worker that is free first draws the next ticket.
+    Whoever has verified and placed the program gives the placement; else both happen here. In a pack the worker that
+    is free first draws the next ticket. A trace of a pack gives the placement that its workers have drawn.
     """
     model = Paper() if model is None else model
     if isinstance(program, Tickets):
-        return _draw(program, workers, model, record)
+        if placement is None:
+            return _draw(program, workers, model, record)
+        outcome = play(program.board, placement, model.costs(), record=record)
+        if outcome.status != FINISHED:
+            raise ValueError("with these chains the workers wait for each other for ever: this is no placement")
+        return Simulation(program, placement, model, outcome)
     placed = verify(program).on(workers).placement if placement is None else placement
     outcome = play(program, placed, model.costs(), record=record)
     if outcome.status != FINISHED:

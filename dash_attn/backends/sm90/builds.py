@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
-from dash_attn.program import Chain, Run
 
 from .config import REPORT, STAMPS
 from .cta import WRITERS
@@ -19,10 +18,12 @@ from .launch import Launch
 from .tables import DeviceTables, PackedTables
 from .workspace import Workspace
 
+RUNS = 4  # of a trace; all but the last one warm up
+
 
 @dataclass(frozen=True, eq=False)
 class TraceBuffers:
-    events: Tensor  # [workers, 1 + entries, len(STAMPS)] int64; row 0 of a worker: HEAD
+    events: Tensor  # [workers, 1 + entries, cfg.stamps] int64; row 0 of a worker: HEAD
 
     addresses: tuple[int, ...] = ()
 
@@ -31,25 +32,21 @@ class TraceBuffers:
         return (self.events,)
 
     @staticmethod
-    def of(tables: DeviceTables) -> TraceBuffers:
-        """An entry is a task or the end of a chain. There are rows for the worker with the most entries."""
-        counts, chains = tables.runs[:, Run.COUNT].cpu().numpy(), tables.chains.cpu().numpy()
-        until = np.append(0, np.cumsum(counts, dtype=np.int64))
-        first, count = chains[:, Chain.FIRST_RUN], chains[:, Chain.NUM_RUNS]
-        tasks = until[first + count] - until[first]
-        entries = np.append(0, np.cumsum(1 + tasks[tables.worker_chains.cpu().numpy()]))
-        rows = 1 + int(np.diff(entries[tables.worker_first.cpu().numpy()]).max(initial=0))
-        shape = (tables.workers, rows, len(STAMPS))
-        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=tables.chains.device))
+    def of(launch: Launch, entries: int) -> TraceBuffers:
+        """`entries` is the most that one worker may run: its tasks, and the entries for the ends of its chains."""
+        shape = (launch.tables.workers, 1 + entries, launch.cfg.stamps)
+        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=launch.tables.program[0].device))
 
 
-def trace(launch: Launch, operands: Operands, into: Gradients, warm_up: int = 3) -> npt.NDArray[np.int64]:
-    """Run the tracing build `warm_up` times and once more. Returns the events of the last run."""
-    assert isinstance(launch.tables, DeviceTables), "a pack has no tracing build"
-    workspace, buffers = Workspace.of(launch.cfg, operands.q), TraceBuffers.of(launch.tables)
-    for _ in range(warm_up + 1):
+def trace(launch: Launch, operands: Operands, into: Gradients, entries: int) -> npt.NDArray[np.int64]:
+    """Run the tracing build a few times, and return the events of the last run, without unused rows at the end."""
+    workspace = Workspace.of(launch.cfg, operands.q, n_q=launch.tables.n_q)
+    buffers = TraceBuffers.of(launch, entries)
+    for _ in range(RUNS):
+        buffers.events.zero_()  # workers of a pack draw other tickets in each run
         launch(operands, into, workspace, buffers)
-    events: npt.NDArray[np.int64] = buffers.events.cpu().numpy()
+    used = buffers.events[..., STAMPS.index("landed")].any(0).sum()  # rows of entries are used from the first one on
+    events: npt.NDArray[np.int64] = buffers.events[:, : 1 + int(used)].cpu().numpy()
     return events
 
 

@@ -18,8 +18,9 @@ FINISHES = ("last", "postpass")
 PATIENCE_NS = 2_000_000_000  # the debug build's writers wait this long for a turn
 REPORT = ("stuck", "worker", "writer", "entry", "q_tile", "plane", "wanted", "seen")  # int32 words of their report
 # Time stamps that the tracing build writes for an entry, in cycles of the SM. "turn 1" and "landed 1" belong to the
-# second writer, where turns are split. The entry of a chain's end has the common clock (ns) under "loaded", and the
-# cycle of the chain's end under "begun".
+# second writer, where turns are split. The first entry of a chain's end has the common clock (ns) under "loaded", and
+# the cycle of the chain's end under "begun". In a pack an entry has one word more: the first entry of a bundle has its
+# ticket there, plus 1.
 STAMPS = ("loaded", "begun", "computed", "slot", "staged", "left", "turn", "landed", "turn 1", "landed 1")
 HEAD = ("sm", "time", "cycle")  # row 0 of a worker's stamps
 COUNTER_WORDS = 8  # a turnstile counter has a 32-byte sector to itself, because its neighbours are polled too
@@ -129,6 +130,11 @@ class KernelConfig:
         return 2 * self.part_entries if self.cut else 1
 
     @property
+    def stamps(self) -> int:
+        """Words of an entry's stamps."""
+        return len(STAMPS) + self.packed
+
+    @property
     def score_steps(self) -> int:
         """16-column steps of S^T and dP^T. Steps of padding alone are left out."""
         return -(-self.columns // 16)
@@ -162,10 +168,6 @@ class KernelConfig:
             yield "debug keeps every contribution, in turn: it needs ordered=True and finish='postpass'"
         if ring_depth_needed(self.chain_entries) > RING:
             yield f"the task ring has {RING} entries, and {ring_depth_needed(self.chain_entries)} are needed"
-        if self.cut and self.trace:
-            yield "the tracing build has one entry for the end of a chain: it does not run cut chains"
-        if self.packed and self.trace:
-            yield "packed sequences have no tracing build"
         if self.debug and self.trace:
             yield "debug and trace are separate builds: choose one"
         if self.split and self.sum_parts[0] != self.sum_parts[1]:

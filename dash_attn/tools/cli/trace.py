@@ -93,7 +93,7 @@ def facts_of(trace: Trace, traced: Traced) -> dict[str, Any]:
     return {
         "policy": trace.program.policy,
         "mask": trace.program.mask,
-        "tasks": trace.program.num_tasks,
+        "tasks": trace.board.num_tasks,
         "workers": len(traced.run.sm),
         "measured_us": traced.run.makespan,
         "simulated_us": traced.simulation.makespan,
@@ -106,13 +106,15 @@ def facts_of(trace: Trace, traced: Traced) -> dict[str, Any]:
 
 
 def write_page(trace: Trace, traced: Traced, path: Path) -> None:
+    from dash_attn.simulate import Tickets
     from dash_attn.tools.viz import Section, report
 
     fitted = ", ".join(f"{name} {value:g}" for name, value in asdict(traced.model).items())
     workers = len(traced.run.sm)
-    text = f"{trace.program.num_tasks} tasks on {workers} SMs. The model was fitted to this trace: {fitted}."
+    text = f"{trace.board.num_tasks} tasks on {workers} SMs. The model was fitted to this trace: {fitted}."
     sections = [Section("What the SMs did", text, traced.table()), Section("SM by SM", charts=traced.charts)]
-    report(path, sections, title=f"{trace.program.policy}, {trace.program.mask}: measured over simulated")
+    title = f"{trace.program.policy}, {trace.program.mask}: measured over simulated"
+    report(path, sections, title=title, colour="sequence" if isinstance(trace.program, Tickets) else "q")
 
 
 def print_trace(facts: dict[str, Any]) -> None:

@@ -10,14 +10,14 @@ from dash_attn.tools.trace.measured import Floats, Measured
 
 def fit_trace(times: Measured) -> Machine:
     """A Machine whose every time is the median of its counterpart in the trace."""
-    program, base = times.trace.program, Machine()
-    tasks, task, chain = program.expand(), times.task, times.chain
+    board, base, task = times.trace.board, Machine(), times.task
+    tasks = board.tasks()
     own = times.pitch() - times.blocked
     compute = median(own[~tasks.partial], base.compute)
     add = task["landed"] - times.granted
     reduce = median(add[(tasks.turn > 0) & ~times.takes_sum], base.reduce)
     alike = (times.blocked == 0) & ~tasks.partial
-    alike[program.task_first[1:] - 1] = False  # no task follows the last task of a chain
+    alike[board.task_first[1:] - 1] = False  # no task follows the last task of a chain
     # A hand-over shows where the writer of the next contribution was idle and watched for its turn.
     order = np.lexsort((tasks.turn, tasks.target))
     before, after = order[:-1], order[1:]
@@ -26,9 +26,9 @@ def fit_trace(times: Measured) -> Machine:
     handoff = (task["turn"][after] - task["landed"][before])[watched]
     # Where the last contributor finishes dQ, its slot comes with the sum in it, some time after the turn.
     fetched = times.takes_sum & (task["turn"] > task["computed"])
-    since = chain["staged"][:-1]
-    begin = np.full(len(chain["begun"]), np.nan)
-    has_tasks = np.diff(program.task_first)[times.trace.placement.chains] > 0
+    since = times.over[:-1]
+    begin = np.full(len(times.begun), np.nan)
+    has_tasks = np.diff(board.task_first)[times.trace.placement.chains] > 0
     begin[has_tasks] = task["begun"][times.first_tasks]
     inner = np.ones(len(begin), bool)
     inner[times.trace.placement.first[:-1]] = False  # the first chain of a worker includes its start-up
@@ -37,10 +37,10 @@ def fit_trace(times: Measured) -> Machine:
         reduce=reduce,
         handoff=median(handoff, base.handoff),
         prologue=median((begin[1:] - since)[inner[1:]], base.prologue),
-        epilogue=median(chain["staged"] - chain["begun"] - times.chain_blocked, base.epilogue),
+        epilogue=median(times.over - times.begun - times.end_blocked, base.epilogue),
         partial=max(0.0, median(own[tasks.partial], compute + base.partial) - compute),
         writers=1 if times.split else base.writers,
-        store=median(chain["landed"] - chain["staged"], base.store),
+        store=base.store if board.parts else median(times.end["landed"][:, 0] - times.over, base.store),
         fetch=median((task["slot"] - task["turn"])[fetched], base.fetch),
         first=round(median(add[tasks.turn == 0], reduce) / reduce, 3) if reduce else base.first,
         jitter=min(0.5, round(float(np.std(own[alike])) / compute, 3)) if alike.any() else base.jitter,

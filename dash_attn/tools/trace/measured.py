@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import HEAD, STAMPS
 from dash_attn.backends.sm90.cta import DQ_SLOTS
-from dash_attn.tools.trace.record import Trace
+from dash_attn.tools.trace.record import Trace, ends_of
 
 Floats = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
@@ -26,62 +26,83 @@ TIE_APART = 100_000
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which row of the events belongs to what: per task, in the program's order, and per chain, in placement order."""
+    """Which row of the events belongs to what.
+
+    Tasks are in the order of the board, chains in placement order. The end of a chain has one row, and that of a cut
+    chain has one for each part of dV and dK: `end_row` is [chains, parts].
+    """
 
     task_worker: Longs
     task_row: Longs
     chain_worker: Longs
-    chain_row: Longs
+    end_row: Longs
 
     @staticmethod
     def of(trace: Trace) -> Rows:
-        program, placement = trace.program, trace.placement
-        lengths = np.diff(program.task_first)[placement.chains]
+        board, placement = trace.board, trace.placement
+        lengths, ends = np.diff(board.task_first)[placement.chains], ends_of(board)
         worker = np.repeat(np.arange(len(placement.first) - 1), np.diff(placement.first))
-        entry = np.cumsum(lengths + 1) - (lengths + 1)  # of a chain's first task, over all workers
+        entry = np.cumsum(lengths + ends) - (lengths + ends)  # of a chain's first task, over all workers
         entry = entry - entry[placement.first[:-1]][worker]
-        chain_worker, first = np.empty(len(program.chains), np.int64), np.empty(len(program.chains), np.int64)
+        chain_worker, first = np.empty(len(board.chains), np.int64), np.empty(len(board.chains), np.int64)
         chain_worker[placement.chains], first[placement.chains] = worker, entry
-        chain = np.repeat(np.arange(len(program.chains)), np.diff(program.task_first))
-        row = 1 + first[chain] + np.arange(program.num_tasks) - program.task_first[chain]
-        return Rows(chain_worker[chain], row, worker, 1 + entry + lengths)
+        chain = np.repeat(np.arange(len(board.chains)), np.diff(board.task_first))
+        row = 1 + first[chain] + np.arange(board.num_tasks) - board.task_first[chain]
+        return Rows(chain_worker[chain], row, worker, (1 + entry + lengths)[:, None] + np.arange(ends))
+
+    @property
+    def most(self) -> int:
+        """The last row."""
+        return int(max(self.task_row.max(initial=0), self.end_row.max(initial=0)))
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Times in microseconds. `task[name]` per task in the program's order, `chain[name]` per chain in placement order
-    (names of STAMPS; of a chain "begun" is the end of its last task, "staged" its end)."""
+    """Times in microseconds, by names of STAMPS.
+
+    task   per task, in the order of the board
+    begun  per chain, in placement order: the end of its last task
+    end    per chain and part of its end, in placement order: [chains, parts]
+    """
 
     trace: Trace
     sm: Longs  # of each worker
     start: Floats  # of each worker
     rows: Rows
     task: dict[str, Floats]
-    chain: dict[str, Floats]
+    begun: Floats
+    end: dict[str, Floats]
     split: bool  # each writer served one half of every tile
 
     @property
     def makespan(self) -> float:
-        return max(float(times["landed"].max(initial=0.0)) for times in (self.task, self.chain))
+        return max(float(times["landed"].max(initial=0.0)) for times in (self.task, self.end))
 
     @property
     def granted(self) -> Floats:
         """When a contribution was both there and in turn."""
         return np.maximum(self.task["turn"], self.task["staged"])
 
+    @property
+    def over(self) -> Floats:
+        """When each chain's dK and dV were all staged, in placement order."""
+        over: Floats = self.end["staged"][:, -1]
+        return over
+
     def landed_before(self, worker: Longs, row: Longs, back: int) -> Floats:
         """When the contribution, or dV, that is `back` entries earlier had left its slot."""
         landed = np.full(self.trace.events.shape[:2], -np.inf)
         landed[self.rows.task_worker, self.rows.task_row] = self.task["landed"]
-        landed[self.rows.chain_worker, self.rows.chain_row] = self.chain["landed"]
+        landed[self.rows.chain_worker[:, None], self.rows.end_row] = self.end["landed"]
         before: Floats = landed[worker, np.maximum(row - back, 0)]  # row 0 is nobody's
         return before
 
     @cached_property
     def takes_sum(self) -> Bools:
         """Tasks whose slot comes with the sum of all others in it, where the last contributor finishes dQ."""
-        tasks, program = self.trace.program.expand(), self.trace.program
-        last = (tasks.turn > 0) & (tasks.turn == program.contributors[tasks.q] - 1)
+        board = self.trace.board
+        tasks = board.tasks()
+        last = (tasks.turn > 0) & (tasks.turn == board.contributors[board.q_tile[tasks.chain] + tasks.q] - 1)
         takes: Bools = last & (self.config.get("finish") == "last")
         return takes
 
@@ -97,10 +118,12 @@ class Measured:
         return self._waited(self.task, (rows.task_worker, rows.task_row), ~self.takes_sum)
 
     @cached_property
-    def chain_blocked(self) -> Floats:
-        """How long each chain waited for a slot for its dV."""
+    def end_blocked(self) -> Floats:
+        """How long the end of each chain waited for slots, for its dV, or for the parts of dV and dK."""
         rows = self.rows
-        return self._waited(self.chain, (rows.chain_worker, rows.chain_row), np.ones(len(rows.chain_row), bool))
+        at = rows.chain_worker[:, None], rows.end_row
+        waited: Floats = self._waited(self.end, at, np.ones(rows.end_row.shape, bool)).sum(1)
+        return waited
 
     def _waited(self, times: dict[str, Floats], at: tuple[Longs, Longs], plain: Bools) -> Floats:
         """From `computed` to `slot`, less what passes there when the slot has long been free: the time that stamps and
@@ -123,8 +146,7 @@ class Measured:
     @property
     def first_tasks(self) -> Longs:
         """First task of each chain that has any, in placement order."""
-        first = self.trace.program.task_first
-        chains = self.trace.placement.chains
+        first, chains = self.trace.board.task_first, self.trace.placement.chains
         tasks: Longs = first[chains[first[chains + 1] > first[chains]]]
         return tasks
 
@@ -132,8 +154,8 @@ class Measured:
         """From each task's begin to that of the next one of its chain, or to the end of the last."""
         begun = self.task["begun"]
         until = np.append(begun[1:], 0.0)
-        last = self.trace.program.task_first[1:] - 1
-        last = last[np.diff(self.trace.program.task_first) > 0]
+        first = self.trace.board.task_first
+        last = first[1:][np.diff(first) > 0] - 1
         until[last] = self.task["left"][last]
         pitch: Floats = until - begun
         return pitch
@@ -144,32 +166,36 @@ def measured(trace: Trace) -> Measured:
     rows, events = Rows.of(trace), trace.events
     if events.ndim != 3 or events.shape[2] != len(STAMPS) or len(events) != len(trace.placement.first) - 1:
         raise ValueError(f"events of shape {events.shape} do not belong to {len(trace.placement.first) - 1} workers")
-    if events.shape[1] <= max(rows.task_row.max(initial=0), rows.chain_row.max(initial=0)):
+    if events.shape[1] <= rows.most:
         raise ValueError(f"events of shape {events.shape} are too few for this placement")
     head = dict(zip(HEAD, events[:, 0, : len(HEAD)].T, strict=True))
     origin = int(head["time"].min())
-    of_task, of_chain = events[rows.task_worker, rows.task_row], events[rows.chain_worker, rows.chain_row]
+    of_task, of_end = events[rows.task_worker, rows.task_row], events[rows.chain_worker[:, None], rows.end_row]
     stamp = {name: i for i, name in enumerate(STAMPS)}
     split = bool(of_task[:, stamp["landed 1"]].any())
     needed = [stamp[name] for name in STAMPS if split or not name.endswith(" 1")]
-    if not of_task[:, needed].all() or not of_chain[:, [stamp["loaded"], stamp["staged"], stamp["landed"]]].all():
+    tied, at_end = of_end[:, 0, stamp["loaded"]], [stamp["staged"], stamp["landed"]]
+    if not of_task[:, needed].all() or not of_end[:, :, at_end].all() or not tied.all():
         raise ValueError("the trace is incomplete: some task left no stamp")
 
-    tasks, chains = np.empty(of_task.shape), np.empty(of_chain.shape)
+    tasks, ends = np.empty(of_task.shape), np.empty(of_end.shape)
     for worker in range(len(events)):
-        mine, ends = rows.task_worker == worker, rows.chain_worker == worker
-        cycle = np.append(head["cycle"][worker], of_chain[ends, stamp["begun"]])
-        ns = np.append(head["time"][worker], of_chain[ends, stamp["loaded"]]) - origin
+        mine, chains = rows.task_worker == worker, rows.chain_worker == worker
+        cycle = np.append(head["cycle"][worker], of_end[chains, 0, stamp["begun"]])
+        ns = np.append(head["time"][worker], tied[chains]) - origin
         tasks[mine] = on_common_clock(of_task[mine], cycle, ns)
-        chains[ends] = on_common_clock(of_chain[ends], cycle, ns)
+        ends[chains] = on_common_clock(of_end[chains], cycle, ns)
     names = [name for name in STAMPS if not name.endswith(" 1")]
     by_task = {name: tasks[:, stamp[name]] for name in names}
-    by_chain = {name: chains[:, stamp[name]] for name in ("begun", "computed", "slot", "staged", "landed")}
+    cut = ("turn",) if trace.board.parts else ()  # others end with plain stores
+    by_end = {name: ends[:, :, stamp[name]] for name in ("computed", "slot", "staged", *cut, "landed")}
     if split:  # a turn is complete when both halves are
         for name in ("turn", "landed"):
             by_task[name] = np.maximum(by_task[name], tasks[:, stamp[f"{name} 1"]])
-        by_chain["landed"] = np.maximum(by_chain["landed"], chains[:, stamp["landed 1"]])
-    return Measured(trace, head["sm"], (head["time"] - origin) / 1e3, rows, by_task, by_chain, split)
+        for name in (*cut, "landed"):
+            by_end[name] = np.maximum(by_end[name], ends[:, :, stamp[f"{name} 1"]])
+    begun = ends[:, 0, stamp["begun"]]
+    return Measured(trace, head["sm"], (head["time"] - origin) / 1e3, rows, by_task, begun, by_end, split)
 
 
 def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:
@@ -224,31 +250,32 @@ class Shares:
 
 
 def shares(run: Measured) -> Shares:
-    task, chain = run.task, run.chain
-    first = np.diff(run.trace.program.task_first)
-    has_tasks = first[run.trace.placement.chains] > 0
+    task, end, task_first = run.task, run.end, run.trace.board.task_first
+    has_tasks = np.diff(task_first)[run.trace.placement.chains] > 0
     blocked, late = run.blocked, run.late
-    slots = float(blocked.sum() + run.chain_blocked.sum())
+    slots = float(blocked.sum() + run.end_blocked.sum())
     own = float((task["left"] - task["begun"] - (task["slot"] - task["computed"])).sum())
     passing = run.pitch() - (task["left"] - task["begun"]) + task["slot"] - task["computed"]
-    chain_passing = chain["slot"] - chain["computed"]
-    gaps = float(passing.sum() + chain_passing.sum()) - slots - float(late.sum())
+    end_passing = float((end["slot"] - end["computed"]).sum())
+    gaps = float(passing.sum()) + end_passing - slots - float(late.sum())
     # A chain's first task begins this long behind the end of the chain before it.
-    since = np.append(0.0, chain["staged"][:-1])
+    since = np.append(0.0, run.over[:-1])
     firsts = run.trace.placement.first[:-1]
     since[firsts] = run.start
-    begin = chain["begun"].copy()
+    begin = run.begun.copy()
     begin[has_tasks] = task["begun"][run.first_tasks]
     before = float((begin - since).sum())
-    after = float((chain["staged"] - chain["begun"] - chain_passing).sum())
-    last = chain["staged"][run.trace.placement.first[1:] - 1]
+    after = float((run.over - run.begun).sum()) - end_passing
+    last = run.over[run.trace.placement.first[1:] - 1]
     bubble = float((run.makespan - last).sum() + run.start.sum())
     # The tie stamp of a chain comes a moment behind its last task: that moment is part of the edge.
-    task_end = np.zeros(len(chain["begun"]))
-    ends = run.trace.program.task_first[run.trace.placement.chains + 1] - 1
-    task_end[has_tasks] = chain["begun"][has_tasks] - task["left"][ends[has_tasks]]
+    task_end = np.zeros(len(run.begun))
+    ends = task_first[run.trace.placement.chains + 1] - 1
+    task_end[has_tasks] = run.begun[has_tasks] - task["left"][ends[has_tasks]]
     whole = len(run.sm) * run.makespan
     turns = float((run.granted - task["staged"]).sum())
+    if "turn" in end:
+        turns += float(np.maximum(0.0, end["turn"] - end["staged"]).sum())
     early = float(blocked[blocked > EARLY * usual(run.pitch())].sum())
     edges = before + after + float(task_end.sum())
     return Shares(whole, own, slots, float(late.sum()), gaps, edges, bubble, turns, early)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from dash_attn.simulate import Machine, Simulation, simulate, task_names
 from dash_attn.timeline import Timeline, events
 from dash_attn.tools.trace.measured import Measured
 
 
 def timeline(run: Measured) -> Timeline:
-    """Events by SM, as the simulator's by worker."""
-    program, task = run.trace.program, run.task
-    times = (task["begun"], task["left"], task["staged"], run.granted, task["landed"])
+    """Events by SM, as the simulator's by worker. The parts of cut chains come after the tasks."""
+    program, task, worker = run.trace.program, run.task, run.rows.task_worker
+    times = [task["begun"], task["left"], task["staged"], run.granted, task["landed"]]
+    if run.trace.board.parts:
+        chains, end = np.argsort(run.trace.placement.chains), run.end  # from placement order to that of the board
+        of_parts = (end["slot"], end["staged"], end["staged"], np.maximum(end["turn"], end["staged"]), end["landed"])
+        times = [np.append(each, part[chains]) for each, part in zip(times, of_parts, strict=True)]
+        worker = np.append(worker, np.repeat(run.rows.chain_worker[chains], run.trace.board.parts))
     return Timeline(
         f"measured: {program.policy}, {program.mask}",
         "us",
         int(run.sm.max(initial=-1)) + 1,
         task_names(program),
-        *events(run.sm[run.rows.task_worker], times),
+        *events(run.sm[worker], times, len(task["begun"])),
         overlapping=True,
     )
 

@@ -27,7 +27,8 @@ GROUPS = {
     for kind, how in {"last": "1,0", "postpass": f"1,{2 * max(MANY_KEYS.values())}", "any": "0,0"}.items()
 }
 GROUPS["padded"] = ["main,80,fp16,full,0,0", "main,96,bf16,causal,1,0"]
-GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace"]
+GROUPS["trace"] = ["main,64,bf16,causal,1,4096,trace", "main,64,bf16,full,1,0,cut,trace"]
+GROUPS["trace"] += ["main,128,bf16,causal,1,8192,packed,trace", "main,128,bf16,causal,1,8192,packed,cut,trace"]
 GROUPS["debug"] = ["main,128,bf16,causal,1,0,debug", "main,64,bf16,interval,1,0,debug"]
 GROUPS["debug"] += ["main,128,bf16,causal,1,0,packed,debug"]
 CUT = "cut", "packed,cut"

@@ -19,7 +19,7 @@ from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import missing_package
 from dash_attn.tools.cli.main import main
 from dash_attn.tools.trace.record import load_trace, save_trace
-from tests.tools.trace.synthetic import program_of, synthetic
+from tests.tools.trace.synthetic import packed_trace, program_of, synthetic
 
 
 def run(capsys, *arguments):
@@ -32,8 +32,9 @@ def run(capsys, *arguments):
 TRACED = Machine()
 
 
-def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path):
-    trace = synthetic(program_of("causal"), 12, TRACED)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_becomes_a_page_and_a_perfetto_file(capsys, tmp_path, packed):
+    trace = packed_trace(12, TRACED) if packed else synthetic(program_of("causal"), 12, TRACED)
     save_trace(trace, tmp_path / "events.npz")
     files = ["--html", tmp_path / "page.html", "--perfetto", tmp_path / "trace.json"]
     code, out, _ = run(capsys, "trace", tmp_path / "events.npz", *files)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,15 @@ import numpy as np
 import pytest
 
 from dash_attn.backends.sm90.config import STAMPS
-from dash_attn.program import load, save
-from dash_attn.simulate import Machine, simulate
+from dash_attn.program import Sequences, load, save
+from dash_attn.simulate import Machine, Tickets, simulate
 from dash_attn.timeline import ROLES
 from dash_attn.tools.trace.calibrate import BEGIN
 from dash_attn.tools.trace.fit import fit_trace
 from dash_attn.tools.trace.measured import Rows, measured, shares
-from dash_attn.tools.trace.record import CHAINS, FACTS, FIRST, STEPS, load_trace, save_trace
+from dash_attn.tools.trace.record import CHAINS, FACTS, FIRST, PACK, STEPS, drawn, load_trace, save_trace
 from dash_attn.tools.trace.timelines import simulated, timeline
-from tests.tools.trace.synthetic import program_of, synthetic
+from tests.tools.trace.synthetic import cut_program, pack_of_documents, packed_trace, program_of, synthetic
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MODEL = Machine(compute=2.1, reduce=0.9, handoff=0.4, prologue=3.0, epilogue=1.5, partial=0.25)
@@ -35,6 +37,44 @@ def test_times_are_those_of_the_run(mask: str, workers: int, split: bool) -> Non
     order = np.arange(program.num_tasks)  # compute events come first, in task order
     np.testing.assert_allclose(line.begin[order], same.begin[order], atol=0.01)
     np.testing.assert_array_equal(line.worker[order], found.sm[found.rows.task_worker])
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("workers", [12, 13])
+def test_times_of_cut_chains_and_packs(packed: bool, workers: int, split: bool) -> None:
+    work = Tickets.of(pack_of_documents()) if packed else cut_program()
+    found = measured(synthetic(work, workers, MODEL, split=split))
+    assert found.trace.board.parts == 4
+    line, same = timeline(found), simulate(work, workers, MODEL).timeline
+    for role in ROLES:
+        assert line.total(role) == pytest.approx(same.total(role), rel=1e-3, abs=0.5)
+    assert len(line.names.q_tile) == found.trace.board.num_steps
+    result, modelled = simulated(found, MODEL)
+    assert result.makespan == pytest.approx(found.makespan, rel=0.05) and modelled.workers == workers
+    sums = shares(found)
+    parts = sums.compute + sums.slots + sums.loads + sums.gaps + sums.edges + sums.bubble
+    assert parts == pytest.approx(sums.whole, rel=1e-3)
+    assert sums.turns == pytest.approx(result.stall, rel=0.05, abs=2.0)
+    model = fit_trace(found)
+    assert model.compute == pytest.approx(MODEL.compute, rel=0.02) and model.reduce == pytest.approx(0.9, rel=0.02)
+
+
+def test_the_chains_that_workers_have_drawn() -> None:
+    """Each bundle's first entry has its ticket plus 1."""
+    tickets = Tickets.of(pack_of_documents())
+    trace = synthetic(tickets, 12, MODEL)
+    rows, numbers = Rows.of(trace), np.zeros(trace.events.shape[:2], np.int64)
+    first_row = rows.end_row[:, 0] - np.diff(trace.board.task_first)[trace.placement.chains]
+    ticket = np.searchsorted(tickets.bundles.first, trace.placement.chains, side="right") - 1
+    begins = np.isin(trace.placement.chains, tickets.bundles.first)
+    numbers[rows.chain_worker[begins], first_row[begins]] = ticket[begins] + 1
+    placed = drawn(tickets, numbers)
+    np.testing.assert_array_equal(placed.first, trace.placement.first)
+    np.testing.assert_array_equal(placed.chains, trace.placement.chains)
+    numbers[rows.chain_worker[begins][3], first_row[begins][3]] = 0
+    with pytest.raises(ValueError, match="incomplete"):
+        drawn(tickets, numbers)
 
 
 def test_rows_are_sms() -> None:
@@ -66,7 +106,7 @@ def test_what_stamping_takes_is_no_waiting(policy: str) -> None:
     trace = synthetic(program_of("causal", policy), 12, MODEL)
     plain, rows, stamp = measured(trace), Rows.of(trace), STAMPS.index
     events = trace.events.copy()
-    for worker, row in ((rows.task_worker, rows.task_row), (rows.chain_worker, rows.chain_row)):
+    for worker, row in ((rows.task_worker, rows.task_row), (rows.chain_worker, rows.end_row[:, 0])):
         early = events[worker, row, stamp("computed")] - 420
         events[worker, row, stamp("computed")] = early
     late = measured(replace(trace, events=events))
@@ -134,6 +174,47 @@ def test_files(tmp_path: Path) -> None:
         load_trace(tmp_path / "program.npz")
     with pytest.raises(ValueError, match="no such file"):
         load_trace(tmp_path / "none.npz")
+
+
+def test_files_of_packs(tmp_path: Path) -> None:
+    trace, path = packed_trace(12, MODEL), tmp_path / "pack.npz"
+    save_trace(trace, path)
+    back = load_trace(path)
+    np.testing.assert_array_equal(back.events, trace.events)
+    np.testing.assert_array_equal(back.board.chains, trace.board.chains)
+    assert back.facts == json.loads(json.dumps(trace.facts)) and back.program.fingerprint == trace.program.fingerprint
+    assert shares(measured(back)) == shares(measured(trace))
+
+
+def _other_fingerprint(facts: dict[str, Any]) -> None:
+    facts[PACK]["fingerprint"] = "0" * 16
+
+
+def _another_document(facts: dict[str, Any]) -> None:
+    facts[PACK]["documents"] = [[0, 2048], [0, 2048]]
+
+
+def _no_tile(facts: dict[str, Any]) -> None:
+    del facts[PACK]["tile"]
+
+
+@pytest.mark.parametrize("damage", [_other_fingerprint, _another_document, _no_tile])
+def test_damaged_facts_of_a_pack_are_refused(damage: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    trace = packed_trace(12, MODEL)
+    facts = json.loads(json.dumps(trace.facts))
+    damage(facts)
+    save_trace(replace(trace, facts=facts), tmp_path / "pack.npz")
+    with pytest.raises(ValueError, match=r"pack\.npz is damaged"):
+        load_trace(tmp_path / "pack.npz")
+
+
+def test_workers_of_a_pack_must_have_every_chain_once(tmp_path: Path) -> None:
+    trace = packed_trace(12, MODEL)
+    twice = trace.placement.chains.copy()
+    twice[0] = twice[-1]
+    save_trace(replace(trace, placement=Sequences(trace.placement.first, twice)), tmp_path / "pack.npz")
+    with pytest.raises(ValueError, match="every chain once"):
+        load_trace(tmp_path / "pack.npz")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Streams(NamedTuple):
     words: Any = ()  # int32, zero when the kernel begins: the ticket counter of a pack, then the turnstiles of kv_sum
     kv_sum: Any = ()  # (kv planes, n_kv, chain_entries, 2 * half_floats) fp32: dV and dK of cut chains
     debug: Any = ()  # Debug, in a debug build
-    events: Any = ()  # (workers, 1 + entries, len(STAMPS)) int64, in a tracing build
+    events: Any = ()  # (workers, 1 + entries, cfg.stamps) int64, in a tracing build
 
 
 class Facts(NamedTuple):

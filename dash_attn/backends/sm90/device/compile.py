@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64
 from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
 from dash_attn.program import Chain
 
-from ..config import STAMPS, KernelConfig, Piece
+from ..config import KernelConfig, Piece
 from .bundles import element
 
 OPTIONS = "--enable-tvm-ffi --gpu-arch sm_90a"
@@ -82,7 +82,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         stats = (*stats, rows_of(Float32, (planes, n_q, cute.sym_int32(), sum(cfg.sum_parts))))
     if cfg.trace:
         workers, entries = symbols(2)
-        shape, strides = (workers, entries, len(STAMPS)), (cute.sym_int64(), len(STAMPS), 1)
+        shape, strides = (workers, entries, cfg.stamps), (cute.sym_int64(), cfg.stamps, 1)
         stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
     tables = (
         table(chains, len(Chain)),

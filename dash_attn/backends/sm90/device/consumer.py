@@ -289,3 +289,5 @@ class Consumer:
             mine = cute.make_tensor(sums.iterator + (part % parts) * floats, cute.make_layout(slot.shape))
             cute.autovec_copy(mine, slot)
             self.leave("dq_full", half)
+            if const_expr(cfg.trace):
+                consumer_stamp(self.cta, entry + part, "staged")

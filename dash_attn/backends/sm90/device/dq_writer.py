@@ -266,6 +266,8 @@ class DqWriter:
                     seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
                 cute.arch.fence_proxy("async.global")
             cute.arch.sync_warp()
+        if const_expr(cfg.trace):
+            self.stamp(writer, entry, "turn", cycle(cta))
         for wg in self.halves(writer):
             src, nbytes = cta.views.dq[None, half_slot(entry, wg)[0]].iterator, 4 * cfg.half_floats
             self.await_staged(entry, wg)
@@ -277,10 +279,13 @@ class DqWriter:
                 cute.arch.cp_async_bulk_commit_group()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+        landed = cycle(cta)
         if const_expr(not cfg.last_finishes):
             self.free(writer, entry)
         if cute.arch.lane_idx() == 0:
             cute.arch.red(counter, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+        if const_expr(cfg.trace):
+            self.stamp(writer, entry, "landed", landed)
         cute.arch.sync_warp()
 
 

@@ -14,12 +14,13 @@ from cutlass.cute.nvgpu import cpasync
 from dash_attn.pack import Doc, PackedBundle, Round
 from dash_attn.program import Chain, Run
 
+from ..config import STAMPS
 from ..cta import TILE_N, WARP, WRITERS
 from ..smem_plan import Info
 from .bundles import Cta
 from .ptx import bulk_load
 from .rows import FAR, tile_at
-from .stamps import stamp
+from .stamps import note, stamp
 from .tasks import (
     BEGINS,
     END,
@@ -85,6 +86,9 @@ class Producer:
         while ticket < cta.facts.tickets:
             row = self.find(ticket)
             self.keep(ticket)
+            if const_expr(cta.cfg.trace):
+                if cute.arch.lane_idx() == 0:
+                    note(cta, task + i * cta.cfg.chain_entries + 1, len(STAMPS), ticket + 1)
             ticket = ticket - round_word(cta, row, Round.TICKET)
             panel = ticket // round_word(cta, row, Round.BUNDLES)
             bundle = round_word(cta, row, Round.BUNDLE) + ticket - panel * round_word(cta, row, Round.BUNDLES)
