@@ -19,6 +19,9 @@ from dash_attn.tiling import Span, Tiling
 DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
 AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
 NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
+PREFIX_WIDTH = (
+    16  # of a window of keys before the queries, at least: one window follows the other, and heads may be few
+)
 TINY = 4  # kv tiles of a short causal panel, whose pairs end before turns are handed on if q tiles are small
 FAR = 256  # queries between neighbours of a rotation, at most
 LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
@@ -140,10 +143,19 @@ def _shift(tiling: Tiling, width: int) -> Built:
     return apply(tiling, tasks, Rules(visit, chains, window, by_arrival=True)), _singles(chains, window)
 
 
+def prefix_of(tiling: Tiling) -> int:
+    """Chains of keys before the queries: those that meet every q tile, without the last one, where a triangle begins.
+
+    In a short sequence they are too few to be apart.
+    """
+    whole = int((tiling.spans[:, Span.COUNT] == tiling.num_q).sum())
+    return max(0, whole - 1) if tiling.num_kv > SHORT else 0
+
+
 def shared_from(tiling: Tiling) -> int:
     """The first q tile that all long chains of a triangle share."""
-    n = tiling.num_kv
-    return int(tiling.spans[n // 2, Span.FIRST]) if n else 0
+    n, prefix = tiling.num_kv, prefix_of(tiling)
+    return int(tiling.spans[prefix + (n - prefix) // 2, Span.FIRST]) if n else 0
 
 
 def _symmetric_shift(tiling: Tiling, width: int) -> Built:
@@ -151,26 +163,29 @@ def _symmetric_shift(tiling: Tiling, width: int) -> Built:
 
     Long chains rotate through the rectangle of q tiles that all of them share, then climb their own triangle from the
     diagonal. Short chains come down from the last q tile. All pairs rotate through one query head of the group at a
-    time, so that its tiles stay in cache.
+    time, so that its tiles stay in cache. Chains of keys before the queries come first. They have no partners, and
+    rotate through all q tiles as in `shift`.
     """
-    tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.heads
-    chains, longs = np.arange(n), n - n // 2
-    length = tiling.spans[:, Span.COUNT] * group
-    split = shared_from(tiling)
+    tasks, n, group, prefix = Tasks.of(tiling), tiling.num_kv, tiling.heads, prefix_of(tiling)
+    chains, pairs, last = np.arange(n), (n - prefix + 1) // 2, n + prefix - 1
+    partner = np.where(chains < prefix, chains, np.minimum(chains, last - chains))
+    is_short = chains > partner
+    split, all_q = shared_from(tiling), max(1, tiling.num_q)
     circle = max(1, tiling.num_q - split)
-    pair_window = windows(longs, min(width, circle))
-    partner = np.minimum(chains, n - 1 - chains)
+    alone, paired = windows(prefix, min(width, all_q)), windows(pairs, min(width, circle))
+    window = np.concatenate([alone, 1 + alone.max(initial=-1) + paired])[partner]
+    offset = np.concatenate([offsets(alone, all_q), split + offsets(paired, circle)])[partner]
 
-    rotated = tasks.head * circle + (tasks.q - split - offsets(pair_window, circle)[partner[tasks.chain]]) % circle
+    round_trip = np.where(chains < prefix, all_q, circle)[tasks.chain]
+    rotated = tasks.head * round_trip + (tasks.q - offset[tasks.chain]) % round_trip
     climbing = group * circle + _ascending(tiling, tasks)
-    is_long = tasks.chain < longs
-    visit = np.where(is_long, np.where(tasks.q >= split, rotated, climbing), _coming_down(tiling, tasks))
-    start = np.where(chains < longs, 0, length[partner])
-    rules = Rules(visit, chains, pair_window[partner], by_arrival=True, start=start)
-    rounds: Rounds = [[] for _ in range(int(pair_window.max(initial=-1)) + 1)]
-    for i in range(longs):
-        rounds[pair_window[i]].append((i, n - 1 - i) if i != n - 1 - i else (i,))
-    return apply(tiling, tasks, rules), rounds
+    climbs = (tasks.chain >= prefix) & (tasks.q < split)
+    visit = np.where(is_short[tasks.chain], _coming_down(tiling, tasks), np.where(climbs, climbing, rotated))
+    start = np.where(is_short, (tiling.spans[:, Span.COUNT] * group)[partner], 0)
+    rounds: Rounds = [[] for _ in range(int(window.max(initial=-1)) + 1)]
+    for i in range(prefix + pairs):
+        rounds[window[i]].append((i,) if i < prefix or i == last - i else (i, last - i))
+    return apply(tiling, tasks, Rules(visit, chains, window, by_arrival=True, start=start)), rounds
 
 
 def _search(tiling: Tiling, width: int) -> Built:
@@ -235,12 +250,15 @@ def choose(tiling: Tiling) -> Choice:
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling))
     if _is_causal(tiling):
+        prefix = prefix_of(tiling)
+        one_window = tiling.num_kv - prefix <= 2 * AUTO_WIDTH  # of pairs
+        if prefix and one_window:
+            return Choice("symmetric_shift", max(PREFIX_WIDTH, auto_width(tiling)))
         if tiling.heads > 1 and tiling.num_kv >= 2 * LONG:
             return Choice("fold")
         # One window holds all pairs of a panel, and they last long enough for turns to be handed on.
         tiny = tiling.num_kv <= TINY and tiling.shape.m < tiling.shape.n
-        paired = tiling.num_kv <= 2 * AUTO_WIDTH and not tiny
-        return Choice("symmetric_shift", AUTO_WIDTH) if paired else Choice("spt")
+        return Choice("symmetric_shift", AUTO_WIDTH) if one_window and not tiny else Choice("spt")
     return Choice("spt") if tiling.is_staircase else Choice("search", AUTO_WIDTH)
 
 

@@ -194,6 +194,23 @@ def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> No
     assert str(resolve(tile(problem, TileShape(64, 128)), "auto")) == choice
 
 
+@pytest.mark.parametrize(
+    ("group", "len_q", "len_k", "choice"),
+    [
+        (1, 2048, 16384, "symmetric_shift:16"),
+        (4, 2048, 16384, "symmetric_shift:16@head"),
+        (4, 8192, 16384, "symmetric_shift:32@head"),
+        (4, 2048, 65536, "symmetric_shift:16"),  # 256 kv tiles or more: whole groups
+        (1, 512, 2048, "symmetric_shift:64"),  # 16 kv tiles: all of them are paired
+        (1, 2048, 2049, "symmetric_shift:64"),  # the first tile has one key
+        (1, 32768, 49152, "spt"),  # the last 256 kv tiles have more pairs than a window
+    ],
+)
+def test_what_auto_takes_after_a_prefix(group: int, len_q: int, len_k: int, choice: str) -> None:
+    problem = Problem(1, 8 * group, 8, len_q, len_k, mask=CAUSAL)
+    assert str(resolve(tile(problem, TileShape(64, 128)), "auto")) == choice
+
+
 def test_short_panels_of_large_q_tiles_are_paired() -> None:
     assert str(choose(tile(Problem(1, 1, 1, 512, 512, mask=CAUSAL), TileShape(128, 128)))) == "symmetric_shift:64"
 
@@ -301,6 +318,26 @@ def test_symmetric_shift_is_the_formula(n: int) -> None:
         expected[n - 1 - i] = [(0, q, n - 1 - i) for q in range(n - 1, n - 2 - i, -1)]
     assert chains(order.templates[0]) == expected
     assert bundles(order) == [(i, n - 1 - i) for i in range(half)]
+
+
+@pytest.mark.parametrize(("n", "prefix", "width"), [(4, 13, 4), (8, 30, 3), (6, 40, 64), (15, 20, 5)])
+@pytest.mark.parametrize("group", [1, 2])
+def test_symmetric_shift_after_a_prefix(n: int, prefix: int, width: int, group: int) -> None:
+    """Chains of keys before the queries are those of `shift`, then come those of the triangle."""
+    tiling = tile(Problem(1, group, 1, n, prefix + n, mask=CAUSAL), TileShape(1, 1))
+    before = tile(Problem(1, group, 1, n, prefix), TileShape(1, 1))
+    whole, first, last = (
+        arrange(each, f"{policy}:{width}")
+        for each, policy in (
+            (tiling, "symmetric_shift"),
+            (before, "shift"),
+            (square(n, CAUSAL, group), "symmetric_shift"),
+        )
+    )
+    later = [[(head, q, turn + prefix) for head, q, turn in chain] for chain in chains(last.templates[0])]
+    assert chains(whole.templates[0]) == chains(first.templates[0]) + later
+    moved = [[tuple(chain + prefix for chain in bundle) for bundle in each] for each in last.rounds[0]]
+    assert whole.rounds[0] == [*first.rounds[0], *moved]
 
 
 def steps(order: Order, kv_window: list[int]) -> dict[tuple[int, int], list[tuple[int, int]]]:
