@@ -10,7 +10,8 @@ import torch
 
 from dash_attn.backends import Gradients, Operands
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from tests.backends.sm90.cases import Case, check_replays, errors, prepared, same, sms
+from dash_attn.tools.bench.operands import draw, exact
+from tests.backends.sm90.cases import DEVICE, Case, check_replays, errors, prepared, same, sms
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +126,40 @@ def test_unequal_lengths_and_empty_sides() -> None:
     grads = case.run(prepared(problem))
     assert max(errors(grads, case.want)) < 8e-3 and torch.isfinite(torch.cat([x.flatten() for x in grads])).all()
     assert grads.dk[:, 400:430].eq(0).all() and grads.dq[:, 400:450].eq(0).all()
+
+
+def test_whole_groups_beside_cut_ones() -> None:
+    """A document of 256 kv tiles keeps its groups whole, the others are cut by q head: one kernel runs both."""
+    shape, lengths = (4, 1, 64), [700, 33000, 64]
+    problem = posed(shape, lengths, CAUSAL)
+    drawn = draw(problem, DEVICE)
+    operands = Operands(*drawn, *prepared(problem).forward(*drawn[1:]))
+    packed = bits_of(problem, operands, "auto")
+    assert {plan.program.geometry.share for plan in prepared(problem).plan.plans.values()} == {1, 4}
+    for a, b in pairwise(cu_of(lengths)):
+        single, mine = posed(shape, [b - a], CAUSAL), rows(operands, a, b)
+        assert same(part(packed, a, b), bits_of(single, mine, "auto"))
+        if b - a < 1000:
+            assert max(errors(part(packed, a, b), exact(single, *mine[:4]).gradients)) < 8e-3
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 128), (4, 4, 64)], ids=str)
+def test_documents_after_long_prefixes(shape: tuple[int, int, int]) -> None:
+    """Most keys stand before the queries, and their chains rotate in windows: several rounds of one sequence."""
+    q, k = [130, 700, 64], [3000, 4100, 2900]
+    heads_q, heads_kv, dim = shape
+    problem = Problem(1, heads_q, heads_kv, sum(q), sum(k), dim, mask=CAUSAL & documents(cu_of(q), cu_of(k)))
+    case = Case.make(problem)
+    ready = prepared(problem)
+    grads = case.run(ready)
+    assert max(errors(grads, case.want)) < 8e-3 and case.differing(ready, 100) == 0
+    assert same(grads, case.run(prepared(problem, "auto", sms() - 60))), "fewer SMs"
+    for (a, b), (c, d) in zip(pairwise(cu_of(q)), pairwise(cu_of(k)), strict=True):
+        dout, queries, keys, values, out, lse = case.operands
+        single = Problem(1, heads_q, heads_kv, b - a, d - c, dim, mask=CAUSAL)
+        parts = (dout[:, a:b], queries[:, a:b], keys[:, c:d], values[:, c:d], out[:, a:b], lse[:, :, a:b])
+        alone = bits_of(single, Operands(*(x.contiguous() for x in parts)), "auto")
+        assert same(Gradients(grads.dq[:, a:b], grads.dk[:, c:d], grads.dv[:, c:d]), alone)
 
 
 def test_a_graph_of_a_pack() -> None:
