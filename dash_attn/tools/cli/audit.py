@@ -52,6 +52,14 @@ class AuditOptions:
             "heads and with fewer SMs; --stress chooses among these changes",
         ),
     ] = False
+    ranks: Annotated[
+        str | None,
+        Option(
+            "--ranks",
+            help="with --invariance: numbers of processes, separated by commas, on which the tokens of a batch and of "
+            "a pack lie, in every mode and layout; --stress chooses among these, as in 2-a2a-zigzag",
+        ),
+    ] = None
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
     minutes: Annotated[
         float | None,
@@ -79,9 +87,15 @@ class AuditOptions:
     def plan(self) -> Plan:
         from dash_attn.tools.bench.audit.audit import Plan
         from dash_attn.tools.bench.audit.invariance import CHANGES
+        from dash_attn.tools.bench.audit.ranks import spots_of
         from dash_attn.tools.bench.audit.stressors import PROCESSES, stressors_on
 
-        known = tuple(CHANGES) if self.invariance else (*stressors_on(self.device()), PROCESSES)
+        ranks = parse_numbers("--ranks", self.ranks)
+        if ranks and not self.invariance:
+            raise ValueError("--ranks compares numbers of ranks: give --invariance too")
+        known = (*stressors_on(self.device()), PROCESSES)
+        if self.invariance:
+            known = tuple(spots_of(ranks) if ranks else CHANGES)
         stress = parse_names(self.stress) or known
         for name in stress:
             if name not in known:
@@ -97,7 +111,7 @@ class AuditOptions:
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
         effort = (self.repeats, self.processes, self.timeout, self.at_once)
-        return Plan(self.device(), stress, *effort, invariance=self.invariance)
+        return Plan(self.device(), stress, *effort, invariance=self.invariance, ranks=ranks)
 
 
 @command("audit")
@@ -105,9 +119,9 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     """Repeat a backward under stress and compare every bit.
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
-    the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
-    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes
-    it can be left running.
+    the bits of one sequence in other company, or with --ranks on several processes; a control with a mistake runs too,
+    and must differ. The exit status is 0 if all bits are equal, 1 if something differs, hangs, breaks or is missing,
+    130 if it is interrupted. With --minutes it can be left running.
     """
     import torch
 
@@ -118,7 +132,8 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     plan, targets = options.plan(), parse_names(options.target)
     for target in targets:
-        parse(target)
+        if parse(target)[0] != "ours" and plan.ranks:
+            raise ValueError(f"--target {target}: --ranks compares ours and ours:POLICY only")
     targets += (CONTROL,) if options.invariance else ()
     chosen = subjects(options, shape)
     environment = {"environment": record.environment(torch.device(plan.device))}

@@ -26,7 +26,8 @@ FINE = ("same bits", "not applicable")
 class Plan:
     """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
     At most `at_once` fresh processes run side by side. With `invariance`, the stressors are changes of the company in
-    which a sequence is computed. `seed` draws the inputs of a shape."""
+    which a sequence is computed, or with `ranks` numbers of processes that share its tokens, modes and layouts. `seed`
+    draws the inputs of a shape."""
 
     device: str
     stressors: tuple[str, ...]
@@ -36,6 +37,7 @@ class Plan:
     at_once: int = 8
     invariance: bool = False
     seed: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def _case(case: Case, targets: Sequence[str], findings: Findings) -> None:
         assert case.subject.problem is not None
         for number, target in enumerate(targets):
             job: Job = {"sequence": shape_of(case.subject.problem), "target": target, "device": case.how.device}
+            job["ranks"] = case.how.ranks
             _target(job, case, number, findings.group(case.subject.name))
         return
     file = _inputs(case, findings)

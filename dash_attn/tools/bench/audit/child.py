@@ -16,6 +16,7 @@ import torch
 from dash_attn.tools.bench.audit import step as steps
 from dash_attn.tools.bench.audit.compare import differences, merge
 from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
+from dash_attn.tools.bench.audit.ranks import compare_ranks
 from dash_attn.tools.bench.audit.stressors import plain, stressors_on
 from dash_attn.tools.bench.audit.targets import Conditions, target_of
 from dash_attn.tools.bench.audit.whole import Bits, whole_of
@@ -58,9 +59,14 @@ def run(job: dict[str, Any]) -> None:
 
 
 def compare(job: dict[str, Any]) -> None:
-    """Compute a sequence alone, then under each change."""
+    """Compute a sequence alone, then under each change or on each number of ranks."""
     say(at="start")
-    scene = Scene(steps.problem_from(job["sequence"]), torch.device(job["device"]))
+    problem = steps.problem_from(job["sequence"])
+    if job.get("ranks"):
+        compare_ranks(job, problem, lambda **event: say(**event))
+        say(done=True)
+        return
+    scene = Scene(problem, torch.device(job["device"]))
     try:
         target = whole_of(job["target"])
         (alone,) = target(scene.alone())
