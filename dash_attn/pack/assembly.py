@@ -10,25 +10,31 @@ from dash_attn.pack.folds import fold_tables
 from dash_attn.pack.rounds import launch
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes
 from dash_attn.pack.templates import Fact, Family, Template, templates
-from dash_attn.problem import Problem, Sequence
+from dash_attn.problem import Panel, Problem, Sequence
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
 
 NO_FOLDS = np.empty((0, len(Fold)), np.int32), np.empty((0, len(Part)), np.int32)
 
 
-def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assembly:
-    """The checked tables of all sequences or panels of a problem, each ordered by itself."""
+def assemble(
+    problem: Problem, shape: TileShape, policy: str = "auto", held: tuple[Panel, ...] | None = None
+) -> Assembly:
+    """The checked tables of all sequences or panels of a problem, each ordered by itself.
+
+    With `held`, of these panels. Their rows of q lie in a tensor that has no others.
+    """
     family, several = Family.of(problem, shape, policy), problem.panels > 1
     known = templates(family)
-    table = np.ascontiguousarray(problem.panel_table[:, : len(Sequence._fields)]) if several else problem.sequence_table
+    table = np.ascontiguousarray(_panels(problem, held)) if several or held is not None else problem.sequence_table
     numbers: dict[int, int] = {}  # of the templates of this pack
     template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]
     used = [known.of(code) for code in numbers]
     facts = np.array([each.facts for each in used], np.int64)
-    rows = problem.batch * problem.len_q, problem.batch * problem.len_k
-    cut = several or bool((facts[:, Fact.SHARE] > 1).any())
-    sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full)
+    rows = problem.batch * problem.len_q if held is None else int(table[:, 2].sum()), problem.batch * problem.len_k
+    apart = held is not None
+    cut = several or apart or bool((facts[:, Fact.SHARE] > 1).any())
+    sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full, apart)
     if max(rows) > MOST or problem.heads_q * int(facts[:, Fact.BUNDLES].max()) * len(table) > MOST:
         raise ValueError(f"{rows[0]} queries and {rows[1]} keys in a pack are more than its tables can number")
     docs, templates_of, q_tiles, kv_tiles = _instances(
@@ -42,7 +48,7 @@ def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assemb
         *_joined(used, facts),
         q_tiles,
         kv_tiles,
-        *(fold_tables(docs, kv_tiles, shape.n) if several else NO_FOLDS),
+        *(fold_tables(docs, kv_tiles, shape.n) if several and not apart else NO_FOLDS),
         tickets,
         int(facts[:, Fact.CO_RESIDENT].max()),
         bool(facts[:, Fact.BLIND].any()),
@@ -50,6 +56,12 @@ def assemble(problem: Problem, shape: TileShape, policy: str = "auto") -> Assemb
     )
     check(made)
     return made
+
+
+def _panels(problem: Problem, held: tuple[Panel, ...] | None) -> Longs:
+    """The rows and lengths of panels, of all of them or of those that are held."""
+    table = problem.panel_table if held is None else np.array(held, np.int64)
+    return table[:, : len(Sequence._fields)]
 
 
 @compiled

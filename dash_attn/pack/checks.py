@@ -63,7 +63,8 @@ def check(assembly: Assembly) -> None:
 
     The order inside a template is verified when the template is made. This function checks that every row of q and of k
     is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
-    template fits its sequences. With panels every row of q is in one panel and every row of k is in one fold.
+    template fits its sequences. With panels every row of q is in one panel and every row of k is in one fold. If the
+    panels are some of a problem's, no row of k must be in one of them.
     """
     sizes, docs = assembly.sizes, assembly.docs
     shape = sizes.shape.m, sizes.shape.n
@@ -71,7 +72,7 @@ def check(assembly: Assembly) -> None:
     fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads))
     if fault == Fault.NONE:
         columns = ((Doc.Q_ROW, Doc.Q_ROWS, sizes.rows_q), (Doc.K_ROW, Doc.K_ROWS, sizes.rows_k))
-        for first, count, rows in columns if sizes.panels == 1 else columns[:1]:
+        for first, count, rows in columns if sizes.panels == 1 and not sizes.apart else columns[:1]:
             if not _covers(docs[:, first], docs[:, count], rows):
                 raise AssemblyError(f"the tables of the pack are wrong: {SAID[Fault.ROWS]}, of {first.name[0].lower()}")
         wrong = fold_fault(assembly)

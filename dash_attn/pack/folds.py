@@ -27,8 +27,10 @@ def fold_tables(docs: Int32, kv_tiles: Int32, n: int) -> tuple[Int32, Int32]:
 def fold_fault(made: Assembly) -> str | None:
     """What is wrong with the panels that share keys or with their folds; None if nothing is."""
     sizes, docs, tiles, folds, parts = made.sizes, made.docs, made.kv_tiles, made.folds, made.parts
-    if sizes.panels == 1:
-        return "folds without panels" if len(folds) or len(parts) else None
+    if sizes.apart and (docs[:, Doc.K_ROW].astype(np.int64) + docs[:, Doc.K_ROWS] > sizes.rows_k).any():
+        return "a panel has keys behind the last one"
+    if sizes.panels == 1 or sizes.apart:
+        return "folds without panels that share keys" if len(folds) or len(parts) else None
     if not _aligned(docs, sizes.all_keys):
         return "the keys of a panel are not those that its queries see"
     tile, rows = parts.T

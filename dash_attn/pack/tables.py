@@ -111,6 +111,7 @@ class Sizes:
                     With panels every panel has sums of its own
     panels          ranges that the queries of a batch entry are cut into
     all_keys        every panel sees all keys of its sequence. Otherwise its last query stands at its last key
+    apart           the panels are some of a problem's. Their sums are added elsewhere, so there are no folds
     """
 
     shape: TileShape
@@ -121,6 +122,7 @@ class Sizes:
     cut: bool
     panels: int
     all_keys: bool
+    apart: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,7 @@ class Assembly:
     contributors  contributions to the dQ tile of each q tile of a template
     q_tiles       first row in the flattened tensor and number of rows, as in docs. Every sequence begins a tile
     kv_tiles      the same for keys
-    folds         columns Fold. Without panels there are none
+    folds         columns Fold. Without panels, and with some panels of a problem, there are none
     parts         columns Part
     tickets       of all sequences. A sequence without queries or without keys has none
     co_resident   workers that the templates need at once

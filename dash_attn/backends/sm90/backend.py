@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Held, Options
-from dash_attn.pack import Pack, Planned, assemble
+from dash_attn.pack import Assembly, Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
@@ -18,6 +18,7 @@ from dash_attn.verify import TooFewWorkers
 
 from . import forwards
 from .config import DTYPE_OF, HEAD_DIMS, KernelConfig, select
+from .held import Sm90Held
 from .launch import Launch
 from .packed import PackedBackward
 from .tables import DeviceTables, PackedTables
@@ -73,10 +74,9 @@ class Sm90Backend:
         return _workspace_bytes(plan)
 
     def held(self, pack: Pack, options: Options) -> Held:
-        raise NotImplementedError(
-            "q is on a GPU, which has no kernel for some panels of a problem: give all of them to dash_attn.attention "
-            "with panels=, or move the tensors with .cpu()"
-        )
+        """The panels of one rank. Each panel has the tables, and so the bits, that it has among all panels."""
+        config_of(pack.problem)  # a problem without a backward is refused before its forward runs
+        return Sm90Held(pack, self.device, partial(_held_launch, pack, options, self.device))
 
 
 def _workspace_bytes(plan: Plan, summed: bool = False) -> int:
@@ -102,14 +102,25 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
 
 def pack_launch_of(pack: Pack, options: Options, device: torch.device) -> Launch:
     """The kernel of a pack, with its tables on the device."""
+    cfg = config_of(pack.problem, options)
+    made = assemble(pack.problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy)
+    return assembled_launch(pack, made, options, device)
+
+
+def _held_launch(pack: Pack, options: Options, device: torch.device) -> tuple[Launch, Assembly]:
+    """The kernel of some panels, and their tables."""
+    cfg = config_of(pack.problem, options)
+    made = assemble(pack.problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy, pack.held)
+    return assembled_launch(pack, made, options, device), made
+
+
+def assembled_launch(pack: Pack, made: Assembly, options: Options, device: torch.device) -> Launch:
     problem, workers = pack.problem, resident_workers(device) - options.sm_margin
-    cfg = config_of(problem, options)
-    made = assemble(problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy)
     if made.co_resident > workers:
         missing = TooFewWorkers(pack.policy, made.co_resident, workers)
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {missing}")
     sides = problem.mask.left, problem.mask.right
-    cfg = replace(cfg, cut=made.sizes.cut, packed=True)
+    cfg = replace(config_of(problem, options), cut=made.sizes.cut, packed=True)
     return Launch(cfg, PackedTables.of(made, workers, sides, device), problem.softmax_scale)
 
 

@@ -110,7 +110,7 @@ class PackedTables:
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         check_turns(pack.contributors)
-        keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 else (pack.kv_tiles,)
+        keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 and not pack.sizes.apart else (pack.kv_tiles,)
         docs = np.hstack([pack.rounds, pack.docs[pack.rounds[:, Round.DOC]]])
         program = [docs, pack.bundles, pack.chains, pack.runs, pack.contributors]
         views, n = joined([*program, pack.q_tiles, *keys], device), len(program)

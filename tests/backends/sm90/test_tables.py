@@ -83,10 +83,3 @@ def test_panels_of_a_window_with_a_right_side_are_refused():
     for ask in (backend.Sm90Backend(torch.device("cuda")).forward, backend.config_of):
         with pytest.raises(NotImplementedError, match=r"panels is 2.*after their position.*leave panels at 1"):
             ask(problem)
-
-
-def test_a_gpu_has_no_kernel_for_some_panels():
-    problem = Problem(1, 4, 2, 700, 700, 128, mask=CAUSAL, panels=2)
-    sm90 = backend.Sm90Backend(torch.device("cuda"))
-    with pytest.raises(NotImplementedError, match=r"no kernel for some panels.*panels="):
-        sm90.held(Pack(problem, sm90.tile_shape, held=problem.panel_list[:1]), Options())

@@ -1,0 +1,111 @@
+"""The panels of ranks on the GPU: computed one rank after the other in one process, and by processes that share it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn.backends import Gradients, KeySums, Operands, Options
+from dash_attn.distributed.layout import Layout
+from dash_attn.distributed.routes import Routes
+from dash_attn.prepare import prepare_panels
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.ranks import spots_of
+from dash_attn.tools.bench.audit.targets import CONTROL
+from tests.backends.sm90.cases import DEVICE, Case, prepared, same
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {"d128 grouped": (4, 2, 128), "d64": (4, 4, 64), "d80 one kv head": (4, 1, 80)}  # heads_q, heads_kv, dim
+MASKS = {"causal": CAUSAL, "full": FULL, "window": window(100, 0)}
+
+
+def joined(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def on_ranks(case: Case, layout: Layout, policy: str = "auto") -> tuple[Tensor, Tensor, Gradients]:
+    """out, lse and gradients, from the panels of each rank. The sums of dK and dV are passed by hand."""
+    problem, (dout, q, k, v, out, lse) = case.problem, case.operands
+    results = [torch.full_like(x, float("nan")) for x in (out, lse, q, k, v)]
+    new_out, new_lse, dq, dk, dv = results
+    sums, routes = list[tuple[KeySums, ...]](), [Routes.of(problem, layout, rank) for rank in range(layout.ranks)]
+    for rank, route in enumerate(routes):
+        held = prepare_panels(problem, route.panels, policy, Options(), DEVICE)
+        rows = torch.cat([torch.arange(*each, device=DEVICE) for each in layout.held(problem.len_q, rank)])
+        mine = [joined(x[:, rows]) for x in (dout, q, out)]
+        own_lse = lse[:, :, rows].transpose(0, 1).flatten(1).unsqueeze(0)
+        got, got_lse = held.forward(mine[1], joined(k), joined(v))
+        shape = (problem.batch, len(rows))
+        new_out[:, rows] = got.view(*shape, *got.shape[2:])
+        new_lse[:, :, rows] = got_lse.view(-1, *shape).transpose(0, 1)
+        partials = held.backward(Operands(mine[0], mine[1], joined(k), joined(v), mine[2], own_lse))
+        dq[:, rows] = partials.dq.view(*shape, *q.shape[2:])
+        sums.append(tuple(KeySums(*(x.clone() for x in each)) for each in partials.sums))
+    for rank, route in enumerate(routes):
+        rows = torch.cat([torch.arange(*each, device=DEVICE) for each in layout.held(problem.len_k, rank)])
+        into = KeySums(
+            *(torch.zeros((problem.batch, len(rows), *k.shape[2:]), dtype=k.dtype, device=DEVICE) for _ in "kv")
+        )
+        flat = KeySums(*map(joined, into))
+        for each in route.sums:
+            parts = [KeySums(*(x[:, slice(*p.rows)].clone() for x in sums[p.source][p.panel])) for p in each.parts]
+            held.fold(parts, KeySums(*(x[:, slice(*each.rows)] for x in flat)))
+        dk[:, rows], dv[:, rows] = into
+    return new_out, new_lse, Gradients(dq, dk, dv)
+
+
+@pytest.mark.parametrize("layout", [Layout("zigzag", 2, 8), Layout("contiguous", 4, 8)], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_panels_of_ranks_have_the_bits_of_one_call(shape, mask: Mask, layout: Layout) -> None:
+    heads_q, heads_kv, dim = shape
+    for batch, len_q, len_k in ((1, 1000, 1000), (2, 513, 513), (1, 700, 1100), (1, 900, 500)):
+        problem = Problem(batch, heads_q, heads_kv, len_q, len_k, dim, mask=mask, panels=8)
+        case = Case.make(problem)
+        out, lse = prepared(problem).forward(*case.operands[1:4])
+        case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
+        got_out, got_lse, grads = on_ranks(case, layout)
+        assert torch.equal(got_out, out) and torch.equal(got_lse, lse), (batch, len_q, len_k)
+        assert same(grads, case.run(prepared(problem))), (batch, len_q, len_k)
+
+
+@pytest.mark.parametrize("policy", ["auto", "spt"])
+def test_packs(policy: str) -> None:
+    lengths = [130, 7, 0, 300, 64, 499]
+    cu = [0, *accumulate(lengths)]
+    problem = Problem(1, 4, 2, cu[-1], cu[-1], 128, mask=CAUSAL & documents(cu), panels=8)
+    case = Case.make(problem)
+    out, lse = prepared(problem, policy).forward(*case.operands[1:4])
+    case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
+    got_out, got_lse, grads = on_ranks(case, Layout("zigzag", 4, 8), policy)
+    assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
+    assert same(grads, case.run(prepared(problem, policy)))
+
+
+def test_another_order_of_the_sums_is_noticed() -> None:
+    """The control: the first part has all rows, so it stays the first, and the others are turned round."""
+    problem = Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL, panels=8)
+    case = Case.make(problem)
+    held = prepare_panels(problem, problem.panel_list, "auto", Options(), DEVICE)
+    sums = held.backward(case.operands).sums[::-1]
+    results = []
+    for order in (sums, (sums[0], *sums[:0:-1])):
+        into = KeySums(torch.empty_like(case.operands.k), torch.empty_like(case.operands.v))
+        held.fold((KeySums(*(x.clone() for x in each)) for each in order), into)
+        results.append(into)
+    whole = case.run(prepared(problem))
+    assert torch.equal(results[0].dk, whole.dk) and torch.equal(results[0].dv, whole.dv)
+    assert not torch.equal(results[1].dk, whole.dk)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 1)], ids=str)
+def test_processes_that_share_the_gpu(heads: tuple[int, int]) -> None:
+    """Ranks with a group of gloo, or of NCCL if there are GPUs enough, in every mode and layout."""
+    how = Plan("cuda", tuple(spots_of((1, 2))), invariance=True, ranks=(1, 2))
+    report = audit([Subject("one", Problem(1, *heads, 1000, 1000, 128, mask=CAUSAL))], ["ours", CONTROL], how)
+    assert report["ok"], [(entry["stressor"], entry["status"], entry["why"]) for entry in report["entries"]]
