@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 # Processes come from a server that has loaded the package but computed nothing: a fork of a process that has computed
 # would copy the state of threads that it does not have.
+PRELOADED = ["tests.distributed.jobs", "torch._dynamo", "transformers.models.llama.modeling_llama"]
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.distributed.jobs", "torch._dynamo"])
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 Job = Callable[..., Any]  # gets the groups of this process by their size, then the arguments
 Groups = dict[int, dist.ProcessGroup]
