@@ -14,7 +14,6 @@ CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "
 # Features of a config that are refused: the value that does not use the feature, and the way out.
 REFUSED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "train with --attention-dropout 0.0"),
-    "context_parallel_size": (1, "use --context-parallel-size 1"),
     "softmax_type": ("vanilla", "attention sinks need Transformer Engine's attention"),
     "fp8_dot_product_attention": (False, "leave fp8 to the linear layers"),
     "qk_clip": (False, "it needs the largest score, which is not kept"),
@@ -22,13 +21,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
+# Megatron's ways to share the tokens of a sequence, and ours that stand in for them.
+MODES = {"a2a": "a2a", "all_gather": "all_gather"}
+
+
 class DashCoreAttention(nn.Module):
     """dash_attn.attention in place of DotProductAttention or TEDotProductAttention. It has no weights.
 
     Query, key and value are (seqlen, batch, heads, dim), or (tokens, heads, dim) with packed_seq_params. The result is
     (seqlen, batch, heads * dim) or (tokens, heads * dim). Key and value may have fewer heads than query. With tensor
-    parallelism, the module gets the heads of its rank. `deterministic_mode` in the config keeps the order. Without it
-    the process decides.
+    parallelism, the module gets the heads of its rank. With context parallelism it gets the tokens of its rank, which
+    Megatron cuts as the layout 'zigzag' does. `deterministic_mode` in the config keeps the order. Without it the
+    process decides.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class DashCoreAttention(nn.Module):
         for name, (nothing, way_out) in REFUSED.items():
             if asked[name] != nothing:
                 raise NotImplementedError(f"{name}={asked[name]!r}: dash_attn has no kernel for it; {way_out}")
+        self.shared = _shared(config, cp_comm_type, pg_collection)
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.window = _window(config, max(1, layer_number))
@@ -91,6 +96,11 @@ class DashCoreAttention(nn.Module):
             "deterministic": self.deterministic,
         }
         if packed_seq_params is not None:
+            if self.shared is not None:
+                raise NotImplementedError(
+                    "packed_seq_params with context parallelism: Megatron cuts each sequence, and dash_attn the whole "
+                    "pack; use --context-parallel-size 1"
+                )
             cu_q, cu_k = _boundaries(packed_seq_params, CAUSAL[kind])
             out: Tensor = attention(query, key, value, cu_seqlens=cu_q, cu_seqlens_k=cu_k, **options)
             return out.flatten(1)
@@ -101,8 +111,28 @@ class DashCoreAttention(nn.Module):
                 f"causal with {query.shape[0]} queries and {key.shape[0]} keys: Megatron counts positions from the "
                 "start there, dash_attn from the end; use causal_bottom_right if that is meant"
             )
-        out = attention(*(x.transpose(0, 1) for x in (query, key, value)), **options)
+        rows = [x.transpose(0, 1) for x in (query, key, value)]
+        if self.shared is None:
+            out = attention(*rows, **options)
+        else:
+            from dash_attn.distributed import context_parallel_attention  # takes time to import, and few need it
+
+            out = context_parallel_attention(*rows, **(self.shared | options))
         return out.transpose(0, 1).contiguous().flatten(2)
+
+
+def _shared(config: Any, cp_comm_type: str | None, groups: Any) -> dict[str, Any] | None:
+    """The arguments of context_parallel_attention, or None if a rank has all tokens."""
+    if getattr(config, "context_parallel_size", 1) == 1:
+        return None
+    if cp_comm_type not in MODES:
+        raise NotImplementedError(
+            f"cp_comm_type is {cp_comm_type!r}: dash_attn has no ring, whose bits depend on the number of ranks; use "
+            f"--cp-comm-type {' or '.join(MODES)}"
+        )
+    if getattr(groups, "cp", None) is None:
+        raise ValueError("pg_collection has no cp, the process group of the ranks that share a sequence")
+    return {"group": groups.cp, "mode": MODES[cp_comm_type]}
 
 
 def _window(config: Any, layer: int) -> tuple[int, int] | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
@@ -19,6 +22,7 @@ from dash_attn.api.arguments import Arguments
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
 from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.routes import Routes
+from dash_attn.integrations.megatron import DashCoreAttention
 from tests.distributed.pool import Groups
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -207,8 +211,14 @@ class Layer(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(-3)
-        return self.out(context_parallel_attention(q, k, v, group=self.group, causal=True).flatten(2))
+        return self.out(context_parallel_attention(*self._parts(x), group=self.group, causal=True).flatten(2))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """With all tokens in one process."""
+        return self.out(dash_attn.attention(*self._parts(x), causal=True, panels=16).flatten(2))
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(x).unflatten(-1, (3, *self.heads)).unbind(-3)
 
 
 def under_fsdp(groups: Groups, size: int) -> bool:
@@ -335,3 +345,51 @@ def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | N
         other = gradients(attend, 2)
         plain = [plain[0], *[x + x for x in plain[1:]]]
     return [name for name, a, b in zip(("out", "dq", "dk", "dv"), plain, other, strict=True) if not same_bits(a, b)]
+
+
+def in_megatron(groups: Groups, mode: str, size: int) -> bool | None:
+    """Whether Megatron's core attention on the ranks has the bits of one process. Megatron cuts the tokens itself."""
+    if size not in groups:
+        return None
+    group, kind = groups[size], Enum("Kind", ["causal"]).causal
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=size)
+    core = DashCoreAttention(config, 1, kind, cp_comm_type=mode, pg_collection=SimpleNamespace(cp=group))
+    q, k, v = (x.transpose(0, 1) for x in Case(batch=2).tensors()[:3])
+    # 2 * size chunks of the sequence, of which a rank has one from each end.
+    mine = [torch.cat([x.chunk(2 * size)[i] for i in (group.rank(), 2 * size - 1 - group.rank())]) for x in (q, k, v)]
+    out = core(*mine).unflatten(2, q.shape[2:]).transpose(0, 1)
+    whole = dash_attn.attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, panels=16)
+    try:
+        core(*mine, packed_seq_params=SimpleNamespace(qkv_format="thd"))
+    except NotImplementedError:
+        return same_bits(unshard(out, group=group, dim=1), whole)
+    return False
+
+
+def data_parallel_around_it(groups: Groups) -> list[str]:
+    """FSDP2 over all ranks of a mesh ("dp", "cp"), of which each row has a batch of its own: what differs."""
+    mesh = init_device_mesh("cpu", (2, max(groups) // 2), mesh_dim_names=("dp", "cp"))
+    group, row = mesh["cp"].get_group(), mesh.get_local_rank("dp")
+    torch.manual_seed(0)
+    plain, sharded, batches = Layer(None), Layer(group), torch.randn(2, 1, 64, 32)
+    sharded.load_state_dict(plain.state_dict())
+    wrong = list[str]()
+    fully_shard(sharded, mesh=DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu"))
+    out = sharded(shard(batches[row], group=group, dim=1))
+    out.square().sum().backward()
+    whole = [plain.alone(x) for x in batches]
+    torch.stack(whole).square().sum().backward()
+    if not torch.allclose(unshard(out.detach(), group=group, dim=1), whole[row], rtol=1e-4, atol=1e-5):
+        wrong.append("out")
+    for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        if not torch.allclose(a.grad, b.grad.full_tensor() * max(groups), rtol=1e-4, atol=1e-4):
+            wrong.append(name)
+    return wrong
+
+
+def cut_by_torch(groups: Groups) -> bool:
+    """Whether torch's context parallel, which accelerate wraps, cuts a tensor as `shard` does."""
+    x = torch.arange(2 * 64).view(2, 64)
+    mine = x.clone()
+    with context_parallel(mesh_of((max(groups),)), buffers=[mine], buffer_seq_dims=[1], no_restore_buffers={mine}):
+        return torch.equal(mine, shard(x, dim=1))

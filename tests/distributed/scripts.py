@@ -6,6 +6,7 @@ import os
 import runpy
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 from tests.distributed.pool import CONTEXT
@@ -49,7 +50,11 @@ def _run(script: str, place: tuple[int, int, int], path: str) -> None:
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
         sys.argv = [script]
-        runpy.run_path(script, run_name="__main__")
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Exception:  # the file is closed before Python would print it
+            traceback.print_exc()
+            raise
 
 
 def _free_port() -> int:

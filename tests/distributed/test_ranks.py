@@ -145,6 +145,19 @@ def test_fsdp_around_it(pool: Pool) -> None:
     assert all(pool.run(jobs.under_fsdp, 2))
 
 
+def test_data_parallel_around_it(pool: Pool) -> None:
+    assert pool.run(jobs.data_parallel_around_it) == [[]] * 8
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_in_megatron(pool: Pool, mode: str) -> None:
+    assert pool.run(jobs.in_megatron, mode, 2)[:2] == [True, True]
+
+
+def test_torch_cuts_the_tokens_in_the_same_way(pool: Pool) -> None:
+    assert all(pool.run(jobs.cut_by_torch))
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
     pool.run(jobs.check_operators, mode, 2)

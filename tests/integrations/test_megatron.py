@@ -136,7 +136,7 @@ def test_deterministic_mode(monkeypatch: pytest.MonkeyPatch, mode: bool) -> None
     ("config", "message"),
     [
         ({"attention_dropout": 0.1}, "--attention-dropout 0.0"),
-        ({"context_parallel_size": 2}, "context_parallel_size=2"),
+        ({"context_parallel_size": 2}, "--cp-comm-type a2a or all_gather"),
         ({"softmax_type": "learnable"}, "sinks"),
         ({"fp8_dot_product_attention": True}, "fp8"),
         ({"qk_clip": True}, "qk_clip"),
