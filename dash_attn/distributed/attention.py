@@ -129,7 +129,7 @@ def context_parallel_attention(
              that is not below 16. To compare runs on different numbers of ranks, give the same number to all
 
     cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The other arguments are as
-    in `dash_attn.attention`, but `policy` is a name.
+    in `dash_attn.attention`, but `policy` is a name. lse has no gradient.
     """
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn import attention
 from dash_attn.backends import Options
-from dash_attn.distributed import tokens
+from dash_attn.distributed import context_parallel_attention, explain, tokens
 from dash_attn.distributed.layout import LAYOUTS, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
@@ -86,6 +88,18 @@ def test_a_device_without_single_panels_is_refused(monkeypatch: pytest.MonkeyPat
     axis = Axis("", (0, 1), 0, 2)
     with pytest.raises(NotImplementedError, match=r"2 ranks share .* no kernel for single panels. Or use mode='a2a'"):
         tokens.Tokens(whole, axis, Layout("zigzag", 2, 4)).require_panels()
+
+
+def test_arguments_are_those_of_attention() -> None:
+    """An argument that attention has, and that ranks would ignore, is not accepted."""
+    alone, ranked, explained = (
+        dict(inspect.signature(f).parameters) for f in (attention, context_parallel_attention, explain)
+    )
+    own = {"group", "mode", "layout", "panels"}
+    assert {name: p.default for name, p in ranked.items() if name not in own} == {
+        name: alone[name].default for name in ranked if name not in own
+    }
+    assert {*explained, "return_lse"} == set(ranked)
 
 
 @st.composite

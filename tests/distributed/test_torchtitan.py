@@ -49,6 +49,8 @@ def override(*, target, description):
 titan = {
     "torchtitan": {},
     "torchtitan.config": {"override": override, "derive": lambda config, kind, **fields: kind(**fields)},
+    "torchtitan.distributed": {},
+    "torchtitan.distributed.utils": {"get_spmd_backend": lambda: backend},
     "torchtitan.models": {},
     "torchtitan.models.common": {},
     "torchtitan.models.common.attention": {
@@ -60,6 +62,7 @@ for name, contents in titan.items():
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(contents)
 
+backend = "partial_dtensor"
 example = runpy.run_path(EXAMPLE)
 assert example["dash_attention"].target is FlexAttention.Config
 module = example["DashContextParallel"](example["dash_attention"](FlexAttention.Config(), mode="all_gather"))
@@ -77,10 +80,12 @@ alone.sum().backward()
 plain = dash_attn.attention(*(x.detach() for x in whole), causal=True, panels=16)
 print(torch.equal(unshard(out.detach(), dim=1), alone) and torch.equal(alone, plain))
 print(all(torch.equal(unshard(a.grad, dim=1), b.grad) for a, b in zip(mine, leaves)))
-try:
-    module(*leaves, attention_masks=object())
-except ValueError as error:
-    print("True" if "takes none" in str(error) else error)
+for given, message in (({"attention_masks": object()}, "takes none"), ({}, "set it to 'partial_dtensor'")):
+    try:
+        module(*leaves, **given)
+    except ValueError as error:
+        print(message in str(error))
+    backend = "spmd_types"
 dist.destroy_process_group()
 """
 
@@ -88,4 +93,4 @@ dist.destroy_process_group()
 def test_two_ranks_have_the_bits_of_one(tmp_path: Path) -> None:
     script = tmp_path / "titan.py"
     script.write_text(SCRIPT.replace("EXAMPLE", repr(str(EXAMPLE))), encoding="utf-8")
-    assert run_on_ranks(script, 2).split() == ["True"] * 6
+    assert run_on_ranks(script, 2).split() == ["True"] * 8
