@@ -5,6 +5,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 # Newer than pyproject.toml and constraints.txt once the environment matches them: STAMP for the package with its tools,
 # TESTS for what its tests need beside (the kernel compiler, Transformers, linters), which is most of the download.
+# timm has a folder of its own: a torchvision that does not fit torch breaks Transformers, and only timm's test needs it.
 STAMP := $(VENV)/.installed
 TESTS := $(VENV)/.installed-for-tests
 PIP   := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
@@ -35,7 +36,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(TESTS): $(STAMP)
 	@echo "Installing what the tests need: another minute or two the first time."
-	@$(PIP) -e '.[tools,dev,hf]'
+	@$(PIP) -e '.[tools,dev,hf,recipes]'
+	@$(PIP) --upgrade --no-deps --target $(VENV)/timm timm torchvision
 	@touch $@
 
 demo: $(STAMP)

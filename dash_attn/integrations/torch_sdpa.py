@@ -1,4 +1,4 @@
-"""dash_attn in torch's registry of flash kernels: scaled_dot_product_attention and varlen_attn run it on CUDA.
+"""dash_attn in torch's registry of flash kernels: scaled_dot_product_attention runs it, and on CUDA varlen_attn too.
 
     dash_attn.integrations.torch_sdpa.register()
     torch.nn.attention.activate_flash_attention_impl("dash")
@@ -6,7 +6,7 @@
     torch.nn.attention.restore_flash_attention_impl()
 
 While "dash" is active, the calls that torch sends to its flash kernel run here, and torch never chooses cuDNN.
-Other calls stay with torch, for instance those with float32 tensors or with an attn_mask.
+Other calls stay with torch, for instance on CUDA those with float32 tensors or with an attn_mask.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ NAME = "dash"
 
 # Arguments of torch's operators without a kernel here, and what to do instead.
 WAY_OUT = {
+    "attn_mask": "call dash_attn.attention with a mask",
     "dropout_p": "train with attention dropout 0",
     "return_debug_mask": "leave it False",
     "alibi_slopes": "use rotary positions, or flex_attention with a score_mod",
     "seqused_k": "leave unused tokens out of key, value and cu_seq_k",
     "block_table": "gather key and value first: paged caches are for inference",
 }
+RESTORE = "or call torch.nn.attention.restore_flash_attention_impl() first"
 # Arguments that only change the speed of torch's forward.
 WITHOUT_EFFECT = ("num_splits",)
 
@@ -64,13 +66,7 @@ class Handle:
 
 
 def install(key: str = "CUDA") -> Handle:
-    """Put our functions in place of torch's flash kernel for a dispatch key."""
-    if key == "CUDA" and not torch.cuda.is_available():
-        warnings.warn(
-            f'activate_flash_attention_impl("{NAME}") does nothing on this machine: it has no CUDA GPU, and on a CPU '
-            "torch does not use its registry of flash kernels; call dash_attn.attention there",
-            stacklevel=2,
-        )
+    """Put our functions in place of torch's flash kernels: those for a dispatch key, and the one for CPU tensors."""
     name = "aten::_flash_attention_forward"
     original = (
         torch.library.get_kernel(name, key) if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else None
@@ -84,11 +80,13 @@ def install(key: str = "CUDA") -> Handle:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators|.*[Oo]verriding a previously registered")
-        library: Any = Library("aten", "IMPL", key)  # type: ignore[no-untyped-call]
+        library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         library.impl("_flash_attention_forward", outer, key, with_keyset=True)
         library.impl("_flash_attention_backward", flash_backward, key)
         library.impl("_scaled_dot_product_flash_attention", sdpa_forward, key)
         library.impl("_scaled_dot_product_flash_attention_backward", sdpa_backward, key)
+        library.impl("_scaled_dot_product_flash_attention_for_cpu", cpu_forward, "CPU")
+        library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward, "CPU")
     handle = Handle(library, torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)
     return handle
@@ -211,14 +209,54 @@ def sdpa_backward(
     return tuple(x.transpose(1, 2) for x in grads)
 
 
+def cpu_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of CPU tensors (batch, heads, seqlen, dim). Torch also sends float32 tensors and masks here."""
+    _refuse(attn_mask=attn_mask)
+    lengths = query.shape[2], key.shape[2]
+    if is_causal and lengths[0] != lengths[1]:
+        # Torch aligns the first query with the first key, dash_attn the last with the last.
+        raise NotImplementedError(
+            f"is_causal with {lengths[0]} queries and {lengths[1]} keys, which dash_attn aligns in another way than "
+            f"torch: call dash_attn.attention with a mask, {RESTORE}"
+        )
+    out, lse, *_ = sdpa_forward(query, key, value, dropout_p, is_causal, scale=scale)
+    assert isinstance(out, Tensor) and isinstance(lse, Tensor)
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)  # torch.compile expects these strides
+
+
+def cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    unused = query.new_empty(0)
+    rest = (None, None, query.shape[2], key.shape[2], dropout_p, is_causal, unused, unused)
+    grads = sdpa_backward(grad_out, query, key, value, out, logsumexp, *rest, scale=scale)
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads)  # likewise
+
+
 def _refuse(**arguments: Any) -> None:
     for name, given in arguments.items():
         if name not in WITHOUT_EFFECT and given is not None and (isinstance(given, Tensor) or given):
             way_out = WAY_OUT.get(name, "leave it out")
-            raise NotImplementedError(
-                f"{name} was given, for which dash_attn has no kernel: {way_out}, or call "
-                "torch.nn.attention.restore_flash_attention_impl() first"
-            )
+            raise NotImplementedError(f"{name} was given, for which dash_attn has no kernel: {way_out}, {RESTORE}")
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:

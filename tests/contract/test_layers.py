@@ -61,6 +61,8 @@ MIRRORS: dict[str, frozenset[str]] = {
         {
             "__init__",
             "attention_forward",
+            "cpu_backward",
+            "cpu_forward",
             "flash_backward",
             "flash_forward",
             "forward",

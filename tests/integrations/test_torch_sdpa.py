@@ -17,6 +17,16 @@ from dash_attn.api import attention
 from dash_attn.integrations import torch_sdpa
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention
+CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    torch_sdpa.register()
+    torch.nn.attention.activate_flash_attention_impl("dash")
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
 
 
 @pytest.fixture
@@ -54,8 +64,7 @@ def test_activate_and_restore() -> None:
     names = ["_flash_attention_forward", "_flash_attention_backward"]
     names += ["_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"]
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"does nothing on this machine.*dash_attn\.attention"):
-            torch.nn.attention.activate_flash_attention_impl("dash")
+        torch.nn.attention.activate_flash_attention_impl("dash")
         assert torch.nn.attention.current_flash_attention_impl() == "dash"
         assert all(has_kernel(name) for name in names)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -70,6 +79,62 @@ def test_a_torch_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(NotImplementedError, match=r"has no registry.*flash_attn_func") as caught:
         torch_sdpa.register()
     assert torch.__version__ in str(caught.value)
+
+
+# ---- calls with CPU tensors --------------------------------------------------------------------------------
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **how)
+
+
+def by_torch(causal: bool, function: Any = plain) -> list[Tensor]:
+    """out and gradients of torch's function, heads second to last as ours are."""
+    leaves = [x.detach().transpose(1, 2).requires_grad_() for x in qkv()]
+    out = function(*leaves, is_causal=causal)
+    return [x.transpose(1, 2) for x in (out, *torch.autograd.grad(out.square().sum(), leaves))]
+
+
+@pytest.mark.parametrize("compile_it", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sdpa_of_cpu_tensors_is_ours_while_active(causal: bool, compile_it: bool, request: Any) -> None:
+    before = by_torch(causal)
+    request.getfixturevalue("active")
+    leaves = qkv()
+    out = attention(*leaves, causal=causal)
+    want = [out, *torch.autograd.grad(out.square().sum(), leaves)]
+    assert same(
+        by_torch(causal, torch.compile(plain, fullgraph=True, backend="aot_eager") if compile_it else plain), want
+    )
+    assert not same(before, want)
+    torch.nn.attention.restore_flash_attention_impl()
+    assert same(by_torch(causal), before)
+    torch.nn.attention.activate_flash_attention_impl("dash")
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_outputs_of_cpu_tensors_are_as_torch_compile_expects_them(heads_first: bool) -> None:
+    inputs = [x.detach().transpose(1, 2) for x in qkv()]
+    if heads_first:
+        inputs = [x.contiguous() for x in inputs]
+    out, lse = CPU(*inputs)
+    grads = CPU_BACKWARD(out, *inputs, out, lse, 0.0, False)
+    fakes = [x.to("meta") for x in inputs]
+    fake_out, fake_lse = CPU(*fakes)
+    fake_grads = CPU_BACKWARD(fake_out, *fakes, fake_out, fake_lse, 0.0, False)
+    for got, expected in zip((out, lse, *grads), (fake_out, fake_lse, *fake_grads), strict=True):
+        assert (got.shape, got.dtype, got.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+@pytest.mark.usefixtures("active")
+def test_calls_of_cpu_tensors_that_are_refused() -> None:
+    q, k, v = (x.detach().transpose(1, 2) for x in qkv(len_k=60))
+    with pytest.raises(NotImplementedError, match=r"attn_mask was given.*restore_flash_attention_impl"):
+        plain(q, k, v, attn_mask=torch.ones(100, 60, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match="is_causal with 100 queries and 60 keys"):
+        plain(q, k, v, is_causal=True)
+    assert plain(q, k, v).shape == q.shape
 
 
 # ---- the operators -----------------------------------------------------------------------------------------

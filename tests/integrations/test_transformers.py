@@ -126,6 +126,7 @@ def test_packed_by_position_ids(name: str) -> None:
 def test_packed_by_cu_seq_lens(name: str) -> None:
     ends = torch.tensor([0, 10, 11, 33], dtype=torch.int32)
     lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 22, "max_length_k": 22}
+    lengths["seq_idx"] = torch.repeat_interleave(torch.arange(3), ends.diff())[None]  # TRL gives it too
     compare(name, {"input_ids": tokens(1), "position_ids": positions(10, 1, 22)[None]}, **lengths)
 
 

@@ -27,6 +27,7 @@ HARMLESS = frozenset(
         "position_ids",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
+        "seq_idx",  # the document of each token, for layers that are no attention
         "cache_position",
         "input_ids",
         "inputs_embeds",
