@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import FULL, Mask
 from dash_attn.problem.panels import Panel, cut
 
@@ -43,6 +44,7 @@ class Problem:
     scale: float | None = None
     mask: Mask = FULL
     panels: int = 1
+    features: Features = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads_q", "heads_kv", "dim", "panels"):
