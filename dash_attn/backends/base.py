@@ -30,12 +30,12 @@ class Extras(NamedTuple):
     """What a call has beside the operands.
 
     sinks  float32 (heads of q), for a problem with sinks
-    seed   of dropout
+    seed   of dropout: int64 without dimensions, or one for each sequence; dropout.seeds_of gives those of sequences
     dlse   the gradient of lse, float32 in its shape, or None for zeros. Only the backward takes it
     """
 
     sinks: Tensor | None = None
-    seed: int | None = None
+    seed: Tensor | None = None
     dlse: Tensor | None = None
 
 

@@ -29,5 +29,14 @@ class Features:
         if self.dim_v is not None and self.dim_v < 1:
             raise ValueError(f"dim_v must be at least 1, got {self.dim_v}")
 
+    def __str__(self) -> str:
+        parts = {
+            f"softcap {self.softcap}": self.softcap,
+            "sinks": self.sinks,
+            f"dropout {self.dropout}": self.dropout,
+            f"head dim {self.dim_v} of v": self.dim_v,
+        }
+        return ", ".join(text for text, is_there in parts.items() if is_there) or "none"
+
 
 PLAIN = Features()

@@ -107,6 +107,11 @@ class Problem:
         return self.dim**-0.5 if self.scale is None else self.scale
 
     @property
+    def dim_v(self) -> int:
+        """Head dim of v and out."""
+        return self.features.dim_v or self.dim
+
+    @property
     def is_packed(self) -> bool:
         """The mask has documents. Each of them is a sequence of its own."""
         return self.mask.documents is not None
