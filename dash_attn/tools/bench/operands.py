@@ -16,6 +16,7 @@ from dash_attn.prepare import prepare
 from dash_attn.problem import Mask, Problem
 
 CHUNK = 2**25  # scores of the float64 reference that live at once
+NONE = Extras()
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-5}  # relative, of a gradient
 
 
@@ -80,10 +81,10 @@ def input_sets(problem: Problem, device: torch.device) -> list[Operands]:
 
 
 @torch.no_grad()
-def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Exact:
+def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, extras: Extras = NONE) -> Exact:
     """From the definition, in bands of queries: memory grows with the tokens, not with their square."""
     doubles = Drawn(*(x.double() for x in (dout, q, k, v)))
-    sinks, _, dlse = Extras() if extras is None else extras
+    sinks, dlse = extras.sinks, extras.dlse
     lse = doubles.q.new_full((problem.batch, problem.heads_q, problem.len_q), -torch.inf)
     result = Exact(torch.zeros_like(doubles.dout), lse, *(torch.zeros_like(x) for x in doubles[1:]))
     if sinks is not None:  # a row without keys has the sink as its lse
@@ -105,31 +106,32 @@ def _add_band(
     problem: Problem,
     where: tuple[int, slice, slice],
     hidden: Tensor,
-    given: tuple[Drawn, Extras | None],
+    given: tuple[Drawn, Extras],
     result: Exact,
 ) -> None:
     """What a band of queries and the keys that it sees give, for all heads of one sequence at once."""
     (batch, band, keys), (drawn, extras), cap = where, given, problem.features.softcap
-    q, dout = (x[batch, band].unflatten(1, (problem.heads_kv, problem.group)) for x in (drawn.q, drawn.dout))
+    grouped = (problem.heads_kv, problem.group, -1)
+    q, dout = (x[batch, band].reshape(len(x[batch, band]), *grouped) for x in (drawn.q, drawn.dout))
     k, v = drawn.k[batch, keys], drawn.v[batch, keys]
     scores = torch.einsum("mhgd,nhd->hgmn", q, k).mul_(problem.softmax_scale)
     slope = 1 - (scores / cap).tanh().square() if cap else None
     scores = (scores.div_(cap).tanh_().mul_(cap) if cap else scores).masked_fill_(hidden, -torch.inf)
-    sinks, _, dlse = Extras() if extras is None else extras
     lse = scores.logsumexp(-1)
-    if sinks is not None:
-        sink = sinks.double().view(problem.heads_kv, problem.group, 1)
+    if extras.sinks is not None:
+        sink = extras.sinks.double().view(grouped)
         lse = torch.logaddexp(lse, sink)
     # A row without keys has lse = -inf, and -inf - -inf is not a number: its P is 0.
     p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    weights = p if extras is None or extras.seed is None else p * _dropout(problem, where, extras.seed)
+    factor = None if extras.seed is None else _dropout(problem, where, extras.seed).to(p.device)
+    weights = p if factor is None else p * factor
     out = torch.einsum("hgmn,nhd->mhgd", weights, v)
     dp = torch.einsum("mhgd,nhd->hgmn", dout, v)
-    if weights is not p:
-        dp.mul_(_dropout(problem, where, extras.seed))
+    if factor is not None:
+        dp.mul_(factor)
     delta = torch.einsum("mhgd,mhgd->hgm", out, dout)
-    if dlse is not None:
-        delta -= dlse[batch, :, band].double().unflatten(0, (problem.heads_kv, problem.group))
+    if extras.dlse is not None:
+        delta -= extras.dlse[batch, :, band].double().view(grouped)
     ds = dp.sub_(delta.unsqueeze(-1)).mul_(p).mul_(problem.softmax_scale)
     if slope is not None:
         ds.mul_(slope)
@@ -138,9 +140,9 @@ def _add_band(
     result.dq[batch, band] = torch.einsum("hgmn,nhd->mhgd", ds, k).flatten(1, 2)
     result.dk[batch, keys] += torch.einsum("hgmn,mhgd->nhd", ds, q)
     result.dv[batch, keys] += torch.einsum("hgmn,mhgd->nhd", weights, dout)
-    if sinks is not None and result.dsinks is not None:
-        # Rows without keys are already in dsinks, with weight 1 and their dlse.
-        before = 0 if dlse is None else dlse[batch, :, band].double().sum(-1)
+    if result.dsinks is not None:
+        # The band is already in dsinks as rows without keys: their weight is 1, and their term is dlse.
+        before = 0 if extras.dlse is None else extras.dlse[batch, :, band].double().sum(-1)
         result.dsinks[:] += (-delta * (sink - lse).exp()).sum(-1).flatten() - before
 
 
@@ -161,7 +163,7 @@ def _dropout(problem: Problem, where: tuple[int, slice, slice], seed: Tensor) ->
                 place[:, columns.start - keys.start : columns.stop - keys.start] = torch.from_numpy(
                     kept(words, key, problem.features.dropout) / (1 - problem.features.dropout)
                 )
-    return factor.unflatten(0, (problem.heads_kv, problem.group)).to(seed.device)
+    return factor.view(problem.heads_kv, problem.group, *factor.shape[1:])
 
 
 def _hidden(mask: Mask, intervals: tuple[Tensor, ...], band: slice) -> tuple[slice, Tensor]:
