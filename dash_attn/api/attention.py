@@ -115,14 +115,15 @@ class TracedAttention(torch.autograd.Function):
         q, k, v, out, lse, cu_q, cu_k, sinks, seed = ctx.saved_tensors
         given = dlse if with_lse else None
         around = (posed.rows, sinks, seed, softcap, dropout, given)
+        needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
             grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, *posed[:-1], *order, *around)
-            if sinks is not None and ctx.needs_input_grad[5]:
+            if needs[3]:
                 grads = (*grads, ops.sink_gradient(dout, out, lse, sinks, given))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
-        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return dq, dk, dv, None, None, grads[3] if len(grads) > 3 else None, None, None
+        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads[:3], needs, strict=False))
+        return dq, dk, dv, None, None, grads[3] if needs[3] else None, None, None
 
 
 def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor | None) -> tuple[Tensor, ...]:
