@@ -132,16 +132,12 @@ def _by_rows(mask: ModelMask, qkv: tuple[Tensor, Tensor, Tensor], options: dict[
     if len(masks) == 1:
         out: Tensor = attention(*qkv, mask=masks[0], **options)
         return out
-    seed = drawn_seed() if options["dropout"] else None
-    return torch.cat(
-        [
-            # As in one call: each batch entry has a seed of its own.
-            attention(
-                *(x[b : b + 1] for x in qkv), mask=each, seed=None if seed is None else seed + b * STEP, **options
-            )
-            for b, each in enumerate(masks)
-        ]
-    )
+    first = drawn_seed() if options["dropout"] else None
+    outs = list[Tensor]()
+    for b, each in enumerate(masks):
+        seed = None if first is None else first + b * STEP  # as in one call: each batch entry has a seed of its own
+        outs.append(attention(*(x[b : b + 1] for x in qkv), mask=each, seed=seed, **options))
+    return torch.cat(outs)
 
 
 def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window: int | None) -> ModelMask:
