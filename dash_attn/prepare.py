@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Backend, Backward, Forward, Gradients, Held, Operands, Options, backend_for
+from dash_attn.backends import Backend, Backward, Extras, Forward, Gradients, Held, Operands, Options, backend_for
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
 from dash_attn.problem import Panel, Problem
@@ -56,35 +56,40 @@ class Prepared:
     def run_backward(self) -> Backward:
         return self.backend.backward(self.plan, self.options)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
         """out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen) in float32.
 
         Packed tensors (tokens, heads, dim) give out (tokens, heads, dim) and lse (heads, tokens). A row that sees no
-        key has out = 0 and lse = -inf.
+        key has out = 0, and lse = -inf or its sink.
         """
         if q.dim() == 3 and not self._takes_rows:
-            out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
+            out, lse = self.forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), extras)
             return out.squeeze(0), lse.squeeze(0)
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
-                return self.forward(q, k, v)
+                return self.forward(q, k, v, extras)
         if self.is_empty:
-            lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32).transpose(-1, -2).contiguous()
-            return q.new_zeros(q.shape), lse
+            lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+            if extras is not None and extras.sinks is not None:
+                lse.copy_(extras.sinks)
+            return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse.transpose(-1, -2).contiguous()
         if self._is_plain():
-            return self.run_forward(q, k, v)
+            return self.run_forward(q, k, v, extras)
         with torch.autocast(self._kind, enabled=False):
-            return self.run_forward(q, k, v)
+            return self.run_forward(q, k, v, extras)
 
-    def backward(self, operands: Operands, into: Gradients | None = None) -> Gradients:
+    def backward(self, operands: Operands, into: Gradients | None = None, extras: Extras | None = None) -> Gradients:
         """The gradients, written to `into` if given. Shapes are as in `forward`."""
         if operands.q.dim() == 3 and not self._takes_rows:
             into = Gradients.room(operands) if into is None else into
-            self.backward(Operands(*[x.unsqueeze(0) for x in operands]), Gradients(*[x.unsqueeze(0) for x in into]))
+            if extras is not None and extras.dlse is not None:
+                extras = extras._replace(dlse=extras.dlse.unsqueeze(0))
+            inside = Gradients(*[x.unsqueeze(0) for x in into])
+            self.backward(Operands(*[x.unsqueeze(0) for x in operands]), inside, extras)
             return into
         if self._is_elsewhere():
             with torch.cuda.device(self._index):
-                return self.backward(operands, into)
+                return self.backward(operands, into, extras)
         if self.is_empty:
             into = Gradients.room(operands) if into is None else into
             for grad in into:
@@ -93,9 +98,9 @@ class Prepared:
         if self._is_unordered and torch.are_deterministic_algorithms_enabled():
             _alert()
         if self._is_plain():
-            return self.run_backward(operands, into)
+            return self.run_backward(operands, into, extras)
         with torch.autocast(self._kind, enabled=False):
-            return self.run_backward(operands, into)
+            return self.run_backward(operands, into, extras)
 
     def _is_elsewhere(self) -> bool:
         """Whether another GPU is the current one. Kernels are launched on the current GPU."""

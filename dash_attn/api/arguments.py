@@ -15,7 +15,7 @@ from torch import Tensor
 from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
 from dash_attn.order import POLICIES, parse
-from dash_attn.problem import FULL, Documents, Mask, Problem, window
+from dash_attn.problem import FULL, PLAIN, Documents, Features, Mask, Problem, window
 from dash_attn.program import Program
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -38,7 +38,8 @@ class Arguments(NamedTuple):
     """The arguments of a call except the tensors.
 
     `names` are the caller's names of the two cu_seqlens arguments. `used_q` and `used_k` are FlashAttention's seqused:
-    the number of leading rows of each sequence that take part.
+    the number of leading rows of each sequence that take part. `features` is None for plain softmax; the head dim of v
+    is no part of it.
     """
 
     causal: bool = False
@@ -54,30 +55,37 @@ class Arguments(NamedTuple):
     used_q: Boundaries | None = None
     used_k: Boundaries | None = None
     panels: int = 1
+    features: Features | None = None
 
     def key(self) -> tuple[object, ...]:
         """Everything that a check looks at, also the values of tensors.
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        causal, window, cu_q, cu_k, mask, scale, policy, deterministic, sm_margin, names, used_q, used_k, panels = self
+        causal, window, cu_q, cu_k, mask, scale, policy, ordered, sm_margin, names, used_q, used_k, panels, _ = self
         plain: tuple[object, ...] = self
         if window is not None or cu_q is not None or cu_k is not None:
             sides = (*map(side_of, window), *map(type, window)) if type(window) is tuple else (window, type(window))
             cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
-            plain = (causal, sides, *cu, mask, scale, policy, deterministic, sm_margin, names, panels)
-        kinds = (type(causal), type(scale), type(deterministic), type(sm_margin), type(panels))
-        return plain, kinds, wants_determinism(deterministic)
+            plain = (causal, sides, *cu, mask, scale, policy, ordered, sm_margin, names, panels, self.features)
+        kinds = (type(causal), type(scale), type(ordered), type(sm_margin), type(panels))
+        return plain, kinds, wants_determinism(ordered)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
     """The problem of a call, or an error that names the argument."""
     check_arguments(q, k, v, asked)
     scale = None if asked.scale is None else float(asked.scale)
-    return pose(q, k, mask_of(asked) & documents_of(asked, q, k), scale, asked.panels)
+    features = with_dim_of(v, q, asked.features or PLAIN)
+    return pose(q, k, mask_of(asked) & documents_of(asked, q, k), scale, asked.panels, features)
 
 
-def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int) -> Problem:
+def with_dim_of(v: Tensor, q: Tensor, features: Features) -> Features:
+    """The features, with the head dim of v if it is not that of q."""
+    return features if v.shape[-1] == q.shape[-1] else replace(features, dim_v=v.shape[-1])
+
+
+def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int, features: Features = PLAIN) -> Problem:
     """The problem of checked tensors. A batch without sequences becomes one sequence without tokens."""
     batch, lengths = q.shape[0] if q.ndim == 4 else 1, (q.shape[-3], k.shape[-3])
     return Problem(
@@ -91,6 +99,7 @@ def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int) -> 
         scale=scale,
         mask=mask.without_rows(*lengths).without_negative_sides(*lengths) if batch else FULL,
         panels=panels,
+        features=features,
     )
 
 
@@ -100,7 +109,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     check_panels(asked.panels, asked.policy)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
-    _check_tensor("q", q)
+    check_tensor("q", q)
     if q.ndim not in (3, 4):
         raise ValueError(
             f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {asked.names[0]}; "
@@ -109,18 +118,19 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be {', '.join(DTYPES.values())}; got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
-        _check_tensor(name, x)
+        check_tensor(name, x)
         for what, got, expected in (
             ("number of dimensions", x.ndim, q.ndim),
             ("dtype", x.dtype, q.dtype),
             ("device", x.device, q.device),
-            ("head dim", x.shape[-1], q.shape[-1]),
             ("batch", x.shape[:-3], q.shape[:-3]),
         ):
             if got != expected:
                 raise ValueError(f"{name} must have the {what} of q, {_plain(expected)}; got {_plain(got)}")
-    if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have the head dim of q, {q.shape[-1]}; got {k.shape[-1]}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}, with any head dim; got {tuple(v.shape)}")
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
@@ -130,7 +140,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
 
 def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
     """`x` must have the shape, dtype and device of `model`."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     for what in ("shape", "dtype", "device"):
         got, expected = getattr(x, what), getattr(model, what)
         if got != expected:
@@ -147,14 +157,14 @@ def check_room(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
         )
 
 
-def check_lse(lse: Tensor, q: Tensor) -> None:
+def check_lse(name: str, lse: Tensor, q: Tensor) -> None:
     """`lse` must be float32, (batch, heads, seqlen) or packed (heads, tokens)."""
-    _check_tensor("lse", lse)
+    check_tensor(name, lse)
     expected = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     if tuple(lse.shape) != expected or lse.dtype != torch.float32 or lse.device != q.device:
         layout = "(batch, heads, seqlen)" if q.ndim == 4 else "(heads, tokens)"
         raise ValueError(
-            f"lse must be {layout} = {expected}, torch.float32, on {q.device}; "
+            f"{name} must be {layout} = {expected}, torch.float32, on {q.device}; "
             f"got {tuple(lse.shape)}, {lse.dtype}, on {lse.device}"
         )
 
@@ -349,7 +359,7 @@ def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
     return tuple(index(x) for x in numbers)
 
 
-def _check_tensor(name: str, x: object) -> None:
+def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:

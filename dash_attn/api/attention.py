@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from dash_attn.api.arguments import (
     wants_determinism,
 )
 from dash_attn.api.calls import Boundaries, recall, traits
+from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Order, Posed
-from dash_attn.backends import Operands, Options
+from dash_attn.backends import Extras, Operands, Options
+from dash_attn.backends.sinks import sink_gradient
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 from dash_attn.program import Program
@@ -33,31 +35,53 @@ class Attention(torch.autograd.Function):
     """A prepared problem under autograd."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
-        out, lse = prepared.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, sinks: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        extras = None if sinks is None and seed is None else Extras(sinks, seed)
+        out, lse = prepared.forward(q, k, v, extras)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, seed)
         ctx.set_materialize_grads(False)  # otherwise every backward fills a gradient of lse with zeros
         ctx.prepared = prepared
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
-        operands = Operands(dout, q, k, v, out, lse)
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None, None, None
+        q, k, v, out, lse, sinks, seed = ctx.saved_tensors
+        operands = Operands(torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse)
+        extras = None if sinks is None and seed is None and dlse is None else Extras(sinks, seed, dlse)
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                grads = ctx.prepared.backward(operands)
-            dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
+                grads = _gradients(ctx, operands, extras)
+            grads = _differentiable_once(grads, dout, q, k, v, sinks, dlse)
         else:
-            dq, dk, dv = ctx.prepared.backward(operands)
-        return dq, dk, dv, None  # autograd drops the gradient of a tensor that needs none
+            grads = _gradients(ctx, operands, extras)
+        dq, dk, dv, *dsinks = grads
+        return dq, dk, dv, None, dsinks[0] if dsinks else None, None  # autograd drops what no tensor needs
+
+
+def _gradients(ctx: Any, operands: Operands, extras: Extras | None) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v, and of the sinks if they need one."""
+    grads: tuple[Tensor, ...] = ctx.prepared.backward(operands, None, extras)
+    if extras is None or not ctx.needs_input_grad[4]:
+        return grads
+    return (*grads, sink_gradient(operands.dout, operands.out, operands.lse, extras))
 
 
 # Function.apply itself first handles the transforms of torch.func, which do not come here.
 _apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Attention).apply
+
+
+class Plain(NamedTuple):
+    """The arguments of a traced call that are no tensors. Without `with_lse`, lse has no gradient."""
+
+    posed: Posed
+    order: Order
+    softcap: float
+    dropout: float
+    with_lse: bool
 
 
 class TracedAttention(torch.autograd.Function):
@@ -66,26 +90,43 @@ class TracedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, plain: tuple[Posed, Order]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        sinks: Tensor | None,
+        seed: Tensor | None,
+        plain: Plain,
     ) -> tuple[Tensor, Tensor]:
-        posed, order = plain
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed[:-1], order.panels, posed.rows)
-        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
-        ctx.mark_non_differentiable(lse)
-        ctx.posed, ctx.order = posed, order
+        posed, order, softcap, dropout, _ = plain
+        around = (order.panels, posed.rows, sinks, seed, softcap, dropout)
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed[:-1], *around)
+        ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, seed)
+        if not plain.with_lse:
+            ctx.mark_non_differentiable(lse)
+        ctx.plain = plain
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        posed, order, softcap, dropout, with_lse = ctx.plain
+        q, k, v, out, lse, cu_q, cu_k, sinks, seed = ctx.saved_tensors
+        given = dlse if with_lse else None
+        around = (posed.rows, sinks, seed, softcap, dropout, given)
+        needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
-            grads = ops.backward(dout, *ctx.saved_tensors, *ctx.posed[:-1], *ctx.order, ctx.posed.rows)
+            grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, *posed[:-1], *order, *around)
+            if needs[3]:
+                grads = (*grads, ops.sink_gradient(dout, out, lse, sinks, given))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            grads = _differentiable_once(grads, dout, *ctx.saved_tensors[:3])
-        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return dq, dk, dv, None, None, None
+            grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
+        dq, dk, dv = (grad if needed else None for grad, needed in zip(grads[:3], needs, strict=False))
+        return dq, dk, dv, None, None, grads[3] if needs[3] else None, None, None
 
 
-def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+def _differentiable_once(grads: tuple[Tensor, ...], *inputs: Tensor | None) -> tuple[Tensor, ...]:
     """The gradients, with an error in place of their derivative by the inputs."""
     refusing: tuple[Tensor, ...] = Once.apply(grads, *inputs)  # type: ignore[no-untyped-call]
     return refusing
@@ -99,7 +140,7 @@ class Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grads: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, grads: tuple[Tensor, ...], *_: Tensor | None) -> tuple[Tensor, ...]:
         return tuple(grads)
 
     @staticmethod
@@ -122,6 +163,10 @@ def attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: Seed | None = ...,
     policy: str | Program = ...,
     panels: int = ...,
     deterministic: bool | None = ...,
@@ -141,6 +186,10 @@ def attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: Seed | None = ...,
     policy: str | Program = ...,
     panels: int = ...,
     deterministic: bool | None = ...,
@@ -159,6 +208,10 @@ def attention(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Seed | None = None,
     policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = None,
@@ -167,7 +220,8 @@ def attention(
     """softmax(scale * q k^T + mask) v. The backward adds contributions in a fixed order.
 
     q, k and v are (batch, seqlen, heads, dim), or (tokens, heads, dim) with `cu_seqlens`. The number of heads of k and
-    v divides that of q. Tensors are float32, bfloat16 or float16, and sums are float32. Autocast casts the tensors.
+    v divides that of q. On a CPU v may have another dim, which out has too. Tensors are float32, bfloat16 or float16,
+    and sums are float32. Autocast casts the tensors.
 
     causal         a query sees keys up to its position; the last query of a sequence has the position of its last key
     window         (left, right): a query sees this many keys before and after its position. Each side is an int, a 0-d
@@ -179,6 +233,15 @@ def attention(
     cu_seqlens_k   the same for keys, if keys are packed differently
     mask           a dash_attn Mask, for instance dash_attn.intervals(first, end), intersected with the above
     scale          factor of the scores; None means dim ** -0.5
+    softcap        scores s, already scaled, become softcap * tanh(s / softcap) before the mask; 0 leaves them
+    sinks          (heads of q): a score for each query head that takes part in the softmax and has no value. It is not
+                   scaled. The log-sum-exp includes it, and it has a gradient
+    dropout        the probability that a weight becomes 0 after the softmax; other weights are divided by 1 - dropout
+    seed           of dropout: an int from 0 to 2**63 - 1, or one for each sequence, as a list or an int64 tensor. With
+                   one int, sequence number i (batch entry or packed sequence) has the seed `seed + i * 2**32`. Which
+                   weights are dropped follows from the seed of the sequence, the number of the query head in the call,
+                   and the places of query and key in the sequence. None draws a seed from torch's default generator on
+                   the CPU, at each call with dropout
     policy         the order of the backward: 'auto', a policy's name, or 'name:width'. With '@head' behind it each
                    query head is ordered by itself, else all query heads of a key/value head together. 'auto' does the
                    first for short sequences and the second for long ones; 'auto@head' and 'auto@group' fix it. The
@@ -192,31 +255,40 @@ def attention(
                    whole sequence: no test shows that out and lse of a part have the bits of a call with this part alone
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     return_lse     also return the log-sum-exp of each row, float32 (batch, heads, seqlen), packed (heads, tokens). It
-                   has no gradient
+                   has a gradient
     """
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    out, lse = attend(q, k, v, asked)
+    if softcap or dropout or sinks is not None:
+        given = Given(softcap, dropout, sinks, seed)
+        out, lse = attend(q, k, v, asked._replace(features=given.features()), given.extras(q), return_lse)
+    else:
+        out, lse = attend(q, k, v, asked, None, return_lse)
     return (out, lse) if return_lse else out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> tuple[Tensor, Tensor]:
-    """The output of `attention`, and the log-sum-exp."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, asked: Arguments, extras: Extras | None = None, with_lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The output of `attention`, and the log-sum-exp. Without `with_lse` it may have no gradient."""
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         q, k, v = autocast(q, k, v)
     if torch.compiler.is_compiling():
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced(q, k, v, cu, (Posed.of(mask_of(asked), asked.scale), order_of(asked)))
+        return _traced((q, k, v), cu, extras, plain_of(mask_of(asked), asked, with_lse))
     prepared = prepared_for(q, k, v, asked)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    sinks, seed = (None, None) if extras is None else (extras.sinks, extras.seed)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+    )
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
-    if _is_watched(q, k, v):
-        return _traced(q, k, v, (None, None), (Posed.of(prepared.problem.mask, asked.scale), order_of(asked)))
+    if _is_watched(q, k, v) or not (sinks is None or type(sinks) in PLAIN):
+        return _traced((q, k, v), (None, None), extras, plain_of(prepared.problem.mask, asked, with_lse))
     if not needs_grad:
-        return prepared.forward(q, k, v)
-    return _apply(q, k, v, prepared)
+        return prepared.forward(q, k, v, extras)
+    return _apply(q, k, v, prepared, sinks, seed)
 
 
 def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -242,13 +314,19 @@ def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:
 
 
 def _traced(
-    q: Tensor, k: Tensor, v: Tensor, cu: tuple[Tensor | None, Tensor | None], plain: tuple[Posed, Order]
+    qkv: tuple[Tensor, Tensor, Tensor], cu: tuple[Tensor | None, Tensor | None], extras: Extras | None, plain: Plain
 ) -> tuple[Tensor, Tensor]:
-    packed = q.ndim == 3
+    packed = qkv[0].ndim == 3
     # torch.compile does not trace one tensor that is given twice. It does trace two views.
-    q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in (q, k, v))
-    out, lse = TracedAttention.apply(q, k, v, *cu, plain)  # type: ignore[no-untyped-call]
+    q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in qkv)
+    around = (None, None) if extras is None else extras[:2]
+    out, lse = TracedAttention.apply(q, k, v, *cu, *around, plain)  # type: ignore[no-untyped-call]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def plain_of(mask: Mask, asked: Arguments, with_lse: bool) -> Plain:
+    softcap, dropout = (0.0, 0.0) if asked.features is None else (asked.features.softcap, asked.features.dropout)
+    return Plain(Posed.of(mask, asked.scale), order_of(asked), softcap, dropout, with_lse)
 
 
 def order_of(asked: Arguments) -> Order:

@@ -16,8 +16,10 @@ from dash_attn.api.arguments import (
     wants_determinism,
 )
 from dash_attn.api.calls import Boundaries, recall, traits
+from dash_attn.api.extras import Given, Seed
 from dash_attn.api.overlap import refuse_overlap
-from dash_attn.backends import Gradients, Operands, Options
+from dash_attn.backends import Extras, Gradients, Operands, Options
+from dash_attn.backends.sinks import sink_gradient
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 from dash_attn.program import Program
@@ -37,20 +39,29 @@ def backward(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Seed | None = None,
+    dlse: Tensor | None = None,
     policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = True,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
+    dsinks: Tensor | None = None,
     sm_margin: int = 0,
 ) -> Gradients:
     """(dq, dk, dv) of `attention`, from its inputs, its output and the gradient of its output.
 
     lse         log-sum-exp as FlashAttention and torch give it: float32, natural logarithm, (batch, heads, seqlen) or
-                packed (heads, tokens)
+                packed (heads, tokens). With sinks it includes them
+    dlse        the gradient of lse, as lse; None means zeros
+    seed        of the forward; dropout needs it
     dq, dk, dv  tensors for the results. If one of them shares memory with another tensor of the call, it is an error,
                 because dq also serves as a workspace. Slices of one tensor that share no element are fine
+    dsinks      a float32 tensor (heads of q) for the gradient of the sinks, which is computed only then
     sm_margin   SMs of a GPU that the backward leaves to other kernels; it never changes the bits
 
     The other arguments are as in `attention`. cu_seqlens on a GPU makes the host wait for the GPU.
@@ -58,9 +69,12 @@ def backward(
 
     def checked() -> Prepared:
         problem = problem_of(q, k, v, asked)
-        check_like("out", out, "q", q)
-        check_like("dout", dout, "q", q)
-        check_lse(lse, q)
+        model, said = q, "q"
+        if v.shape[-1] != q.shape[-1]:
+            model, said = q[..., :1].expand(*q.shape[:-1], v.shape[-1]), "q with the head dim of v"
+        check_like("out", out, said, model)
+        check_like("dout", dout, said, model)
+        check_lse("lse", lse, q)
         for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):
             if given is not None:
                 check_room(name, given, model_name, model)
@@ -68,7 +82,15 @@ def backward(
 
     sides = (cu_seqlens_q, cu_seqlens_k)
     plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
-    asked = Arguments(*plain, panels=panels)
+    asked, extras = Arguments(*plain, panels=panels), None
+    if softcap or dropout or sinks is not None:
+        if dropout and seed is None:
+            raise ValueError(f"dropout is {dropout} and seed is None: give the seed of the forward")
+        features = Given(softcap, dropout, sinks, seed)
+        asked, extras = asked._replace(features=features.features()), features.extras(q)
+    if dlse is not None:
+        check_lse("dlse", dlse, q)
+        extras = (extras or Extras())._replace(dlse=dlse)
     operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
     try:
         rooms = tuple([None if x is None else (traits(x), x.stride()) for x in given])
@@ -77,11 +99,19 @@ def backward(
         prepared = checked()
     else:
         prepared = recall(key, checked)
-    if dq is dk is dv is None:
-        return prepared.backward(operands)
+    if dq is dk is dv is dsinks is None:
+        return prepared.backward(operands, None, extras)
     # Addresses are no part of the key, so every call with tensors for the results is checked.
-    named = zip(Gradients._fields, given, strict=True)
-    refuse_overlap([(name, x) for name, x in named if x is not None], list(operands._asdict().items()))
+    named = zip((*Gradients._fields, "dsinks"), (*given, dsinks), strict=True)
+    inputs = [*operands._asdict().items(), ("sinks", sinks), ("dlse", dlse)]
+    refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (named, inputs)))
+    if dsinks is not None:
+        if extras is None or extras.sinks is None:
+            raise ValueError("dsinks was given without sinks: give the sinks of the forward")
+        check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
     models = zip(given, (q, k, v), strict=True)
     into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
-    return prepared.backward(operands, Gradients(*into))
+    grads = prepared.backward(operands, Gradients(*into), extras)
+    if dsinks is not None and extras is not None:
+        dsinks.copy_(sink_gradient(dout, out, lse, extras))
+    return grads

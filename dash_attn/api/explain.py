@@ -11,6 +11,7 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.attention import prepared_for
 from dash_attn.api.calls import Boundaries
+from dash_attn.api.extras import Given
 from dash_attn.order import POLICIES, parse
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared
@@ -35,6 +36,7 @@ class Explanation:
     backend: str
     forward: str
     mask: str
+    features: str
     sequences: int
     panels: int
     templates: int
@@ -65,12 +67,19 @@ def explain(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
     policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = None,
 ) -> Explanation:
-    """Explain a call of `attention` with the same arguments. It computes the plan and nothing else."""
+    """Explain a call of `attention` with the same arguments, without the seed. It computes the plan alone."""
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
+    if softcap or dropout or sinks is not None:
+        given = Given(softcap, dropout, sinks, seed=0)
+        given.extras(q)  # checks the sinks
+        asked = asked._replace(features=given.features())
     return explanation(prepared_for(q, k, v, asked))
 
 
@@ -83,6 +92,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "backend": backend.name,
         "forward": backend.forward_provider(problem),
         "mask": str(problem.mask),
+        "features": str(problem.features),
         "sequences": len(problem.sequences),
         "panels": len(problem.panel_table),
         "templates": len(plans),

@@ -4,8 +4,9 @@ Positional arguments come in the order of FlashAttention 2. The arguments of Fla
 conventions are those of FlashAttention:
 
 - q, k, v and the output are (batch, seqlen, heads, dim), or packed (tokens, heads, dim).
-- The log-sum-exp is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens). It has no gradient.
+- The log-sum-exp is float32, natural logarithm, (batch, heads, seqlen) or packed (heads, tokens). It has a gradient.
 - Causal masks and windows are aligned at the end of each sequence.
+- Dropout draws a seed from torch's default generator on the CPU at each call.
 
 Three things differ. `deterministic` is None by default, which means yes unless the process asks otherwise. A row that
 sees no key has output 0 and log-sum-exp -inf, where FlashAttention 2 gives inf. A window side below -1 beside a side
@@ -19,6 +20,7 @@ from torch import Tensor
 from dash_attn.api.arguments import FLASH_NAMES, Arguments, Window
 from dash_attn.api.attention import attend
 from dash_attn.api.calls import Boundaries
+from dash_attn.api.extras import Given
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -26,8 +28,6 @@ NO_LIMIT: Window = (-1, -1)
 
 # Arguments without a kernel, and what to do instead.
 WAY_OUT = {
-    "dropout_p": "train with attention dropout 0 (attention_dropout=0.0 in most configurations)",
-    "softcap": "use a model without logit capping, or torch's flex_attention with a score_mod",
     "alibi_slopes": "use rotary positions, or torch's flex_attention with a score_mod",
     "qv": "compute q and k in full: the part that meets v is for absorbed decoding",
     "q_descale": "give q in bfloat16 or float16",
@@ -59,6 +59,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
     panels: int = 1,
 ) -> Result:
     """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
@@ -71,12 +72,11 @@ def flash_attn_func(
     sm_margin      SMs of a GPU that the backward leaves to other kernels; it never changes the bits
     panels         as in `dash_attn.attention`; FlashAttention has no such argument
 
-    num_splits and pack_gqa tune FlashAttention's forward and have no effect here. dropout_p, softcap, alibi_slopes, qv,
-    the descales and attention_chunk must be 0 or None.
+    learnable_sink, softcap and dropout_p are `sinks`, `softcap` and `dropout` of `dash_attn.attention`. num_splits and
+    pack_gqa tune FlashAttention's forward and have no effect here. alibi_slopes, qv, the descales and attention_chunk
+    must be 0 or None.
     """
     _refuse(
-        dropout_p=dropout_p,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         qv=qv,
         q_descale=q_descale,
@@ -93,7 +93,11 @@ def flash_attn_func(
         names=FLASH_NAMES,
         panels=panels,
     )
-    out, lse = attend(q, k, v, asked)
+    extras = None
+    if softcap or dropout_p or learnable_sink is not None:
+        given = Given(softcap, dropout_p, learnable_sink, None, "learnable_sink")
+        asked, extras = asked._replace(features=given.features()), given.extras(q)
+    out, lse = attend(q, k, v, asked, extras, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -125,6 +129,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
+    learnable_sink: Tensor | None = None,
     panels: int = 1,
 ) -> Result:
     """Attention over packed sequences, (tokens, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
@@ -136,8 +141,6 @@ def flash_attn_varlen_func(
     flash_attn_func.
     """
     _refuse(
-        dropout_p=dropout_p,
-        softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=block_table,
         qv=qv,
@@ -159,7 +162,11 @@ def flash_attn_varlen_func(
         used_k=seqused_k,
         panels=panels,
     )
-    out, lse = attend(q, k, v, asked)
+    extras = None
+    if softcap or dropout_p or learnable_sink is not None:
+        given = Given(softcap, dropout_p, learnable_sink, None, "learnable_sink")
+        asked, extras = asked._replace(features=given.features()), given.extras(q)
+    out, lse = attend(q, k, v, asked, extras, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
 
 

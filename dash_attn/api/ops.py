@@ -1,4 +1,4 @@
-"""The operators dash_attn::forward and dash_attn::backward, which torch.compile and checkpointing know by name.
+"""The operators dash_attn::forward, ::backward and ::sink_gradient, which torch.compile and checkpointing know by name.
 
 An operator takes tensors and plain values. It reads the values of cu_seqlens at run time. Tensors are (batch, seqlen,
 heads, dim). Packed sequences are (1, tokens, heads, dim) with cu_seqlens. The operators themselves have no gradient.
@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, wants_determinism
+from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, wants_determinism, with_dim_of
 from dash_attn.api.calls import recall, traits, values_of
-from dash_attn.backends import Operands, Options
+from dash_attn.backends import Extras, Operands, Options
+from dash_attn.backends.sinks import sink_gradient as summed
 from dash_attn.prepare import Prepared, prepare
-from dash_attn.problem import Documents, Mask, RowIntervals, TileMask
+from dash_attn.problem import Documents, Features, Mask, RowIntervals, TileMask
 
 
 class Posed(NamedTuple):
@@ -79,9 +80,15 @@ def forward(
     scale: float | None,
     panels: int = 1,
     rows: str = "",
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     posed = Posed(left, right, list(documents), tiles, scale, rows)
-    return _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels)).forward(q, k, v)
+    features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
+    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels), features)
+    return prepared.forward(q, k, v, _extras(sinks, seed, None))
 
 
 @torch.library.custom_op("dash_attn::backward", mutates_args=())
@@ -104,39 +111,64 @@ def backward(
     sm_margin: int,
     panels: int = 1,
     rows: str = "",
+    sinks: Tensor | None = None,
+    seed: Tensor | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     posed, order = (
         Posed(left, right, list(documents), tiles, scale, rows),
         Order(policy, deterministic, sm_margin, panels),
     )
-    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order)
-    return prepared.backward(Operands(dout, q, k, v, out, lse))
+    features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
+    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order, features)
+    return prepared.backward(Operands(dout, q, k, v, out, lse), None, _extras(sinks, seed, dlse))
+
+
+@torch.library.custom_op("dash_attn::sink_gradient", mutates_args=())
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
+    return summed(dout, out, lse, Extras(sinks, None, dlse))
 
 
 @forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     batch, len_q, heads, _dim = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, len_q), dtype=torch.float32)
+    return q.new_empty((batch, len_q, heads, v.shape[-1])), q.new_empty((batch, heads, len_q), dtype=torch.float32)
 
 
 @backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@sink_gradient.register_fake
+def _(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
+    return sinks.new_empty(sinks.shape)
+
+
+def _extras(sinks: Tensor | None, seed: Tensor | None, dlse: Tensor | None) -> Extras | None:
+    return None if sinks is seed is dlse is None else Extras(sinks, seed, dlse)
+
+
 def _prepared(
-    q_and_k: tuple[Tensor, Tensor], boundaries: tuple[Tensor | None, Tensor | None], posed: Posed, order: Order
+    q_and_k: tuple[Tensor, Tensor],
+    boundaries: tuple[Tensor | None, Tensor | None],
+    posed: Posed,
+    order: Order,
+    features: Features,
 ) -> Prepared:
     # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
     options = Options(wants_determinism(order.deterministic), order.sm_margin)
     plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.rows)
     q, k = q_and_k
-    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, order.policy, order.panels, options)
+    ordered = (order.policy, order.panels, options)
+    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, ordered, features)
 
     def checked() -> Prepared:
         cu_q, cu_k = boundaries
         packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k)
-        problem = pose(q, k, posed.mask() & packing, posed.scale, order.panels)
+        problem = pose(q, k, posed.mask() & packing, posed.scale, order.panels, features)
         return prepare(problem, order.policy, options, q.device)
 
     return recall(key, checked)

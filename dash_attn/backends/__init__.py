@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from dash_attn.backends.base import Backend, Backward, Forward, Gradients, Held, KeySums, Operands, Options, Partials
+from dash_attn.backends.base import (
+    Backend,
+    Backward,
+    Extras,
+    Forward,
+    Gradients,
+    Held,
+    KeySums,
+    Operands,
+    Options,
+    Partials,
+)
 
 __all__ = [
     "Backend",
     "Backward",
+    "Extras",
     "Forward",
     "Gradients",
     "Held",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -24,6 +24,19 @@ class Operands(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+
+class Extras(NamedTuple):
+    """What a call has beside the operands.
+
+    sinks  float32 (heads of q), for a problem with sinks
+    seed   of dropout: int64 without dimensions, or one for each sequence; dropout.seeds_of gives those of sequences
+    dlse   the gradient of lse, float32 in its shape, or None for zeros. Only the backward takes it
+    """
+
+    sinks: Tensor | None = None
+    seed: Tensor | None = None
+    dlse: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -71,13 +84,18 @@ class Options:
             raise ValueError(f"sm_margin must be at least 0, got {self.sm_margin}")
 
 
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, lse
+class Forward(Protocol):
+    """out and lse of q, k and v. lse includes the sinks."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]: ...
 
 
 class Backward(Protocol):
     """Writes the gradients of `operands` to `into`, or to new tensors, and returns them. Every element is written."""
 
-    def __call__(self, operands: Operands, into: Gradients | None = None) -> Gradients: ...
+    def __call__(
+        self, operands: Operands, into: Gradients | None = None, extras: Extras | None = None
+    ) -> Gradients: ...
 
 
 class Held(Protocol):

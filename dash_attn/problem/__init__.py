@@ -1,5 +1,6 @@
 """Masks and problems."""
 
+from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import (
     CAUSAL,
     FULL,
@@ -19,7 +20,9 @@ from dash_attn.problem.rows import RowIntervals
 __all__ = [
     "CAUSAL",
     "FULL",
+    "PLAIN",
     "Documents",
+    "Features",
     "Mask",
     "Panel",
     "Problem",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import FULL, Mask
 from dash_attn.problem.panels import Panel, cut
 
@@ -43,6 +44,7 @@ class Problem:
     scale: float | None = None
     mask: Mask = FULL
     panels: int = 1
+    features: Features = PLAIN
 
     def __post_init__(self) -> None:
         for name in ("batch", "heads_q", "heads_kv", "dim", "panels"):
@@ -103,6 +105,11 @@ class Problem:
     @property
     def softmax_scale(self) -> float:
         return self.dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def dim_v(self) -> int:
+        """Head dim of v and out."""
+        return self.features.dim_v or self.dim
 
     @property
     def is_packed(self) -> bool:

@@ -55,7 +55,19 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(v=zeros(*K, dtype=torch.bfloat16)), ["v", "dtype of q, torch.float32", "torch.bfloat16"]),
     (call(k=zeros(*K, device="meta")), ["k", "device of q, cpu", "meta"]),
     (call(k=zeros(2, 8, 2, 32)), ["k", "head dim of q, 16", "got 32"]),
-    (call(v=zeros(2, 8, 2, 8)), ["v", "head dim of q, 16", "got 8"]),
+    (call(v=zeros(2, 8, 2, 0)), ["dim_v must be at least 1", "got 0"]),
+    (call(v=zeros(2, 8, 1, 8)), ["v must have the shape of k", "any head dim", "(2, 8, 1, 8)"]),
+    (call(softcap=-1.0), ["softcap must be a finite number above 0", "got -1.0"]),
+    (call(softcap=float("nan")), ["softcap must be a finite number above 0", "got nan"]),
+    (call(softcap="50"), ["softcap must be a number", "got '50'"]),
+    (call(softcap=True), ["softcap must be a number", "got True"]),
+    (call(dropout=1.0), ["dropout must be at least 0 and below 1", "got 1.0"]),
+    (call(dropout=-0.1), ["dropout must be at least 0 and below 1", "got -0.1"]),
+    (call(sinks=[1.0]), ["sinks must be a torch.Tensor", "list"]),
+    (call(sinks=zeros(2)), ["sinks must have one number for each of the 4 heads of q", "(2,)"]),
+    (call(sinks=zeros(4, 1)), ["sinks must have one number for each of the 4 heads of q", "(4, 1)"]),
+    (call(sinks=zeros(4, dtype=torch.int32)), ["sinks", "float32, bfloat16, float16", "torch.int32"]),
+    (call(sinks=zeros(4, device="meta")), ["sinks", "on cpu", "on meta"]),
     (call(k=zeros(3, 8, 2, 16)), ["k", "batch", "2", "3"]),
     (call(v=zeros(2, 9, 2, 16)), ["v must have the shape of k", "(2, 8, 2, 16)", "(2, 9, 2, 16)"]),
     (call(panels=0), ["panels must be a whole number from 1", "got 0"]),
@@ -141,13 +153,26 @@ REFUSED_BACKWARD: list[tuple[dict[str, Any], list[str]]] = [
         ["lse must be (heads, tokens) = (4, 8)", "(8, 4)"],
     ),
     (gradients_of(q=zeros(*Q, dtype=torch.float64)), ["q", "torch.float64"]),
+    (gradients_of(dropout=0.1), ["dropout is 0.1 and seed is None", "seed of the forward"]),
+    (gradients_of(dlse=zeros(2, 8, 4)), ["dlse must be (batch, heads, seqlen) = (2, 4, 8)", "(2, 8, 4)"]),
+    (gradients_of(dsinks=zeros(4)), ["dsinks was given without sinks"]),
+    (gradients_of(sinks=zeros(4), dsinks=zeros(3)), ["dsinks must have the shape of sinks", "(3,)"]),
+    (gradients_of(v=zeros(2, 8, 2, 8)), ["out must have the shape of q with the head dim of v", "(2, 8, 4, 8)"]),
+]
+
+SEEDS = "seed must be a whole number from 0 to 2**63 - 1"
+REFUSED_SEEDS: list[tuple[dict[str, Any], list[str]]] = [
+    (call(dropout=0.1, seed=-1), [SEEDS, "got -1"]),
+    (call(dropout=0.1, seed=2**63), [SEEDS]),
+    (call(dropout=0.1, seed=0.5), [SEEDS, "got 0.5"]),
+    (call(dropout=0.1, seed=[1, 0.5]), [SEEDS, "[1, 0.5]"]),
+    (call(dropout=0.1, seed=[1, 2, 3]), ["one for each of the 2 sequences", "got 3 numbers"]),
+    (call(dropout=0.1, seed=torch.zeros(2)), ["seed must be int64", "torch.float32"]),
 ]
 
 
 # Of the functions with FlashAttention's arguments; what both have in common with attention is above.
 REFUSED_FLASH: list[tuple[dict[str, Any], list[str]]] = [
-    (call(dropout_p=0.1), ["dropout_p was given (0.1)", "dropout 0"]),
-    (call(softcap=30.0), ["softcap was given (30.0)", "flex_attention"]),
     (call(alibi_slopes=zeros(4)), ["alibi_slopes was given (a tensor)", "flex_attention"]),
 ]
 
@@ -183,8 +208,10 @@ def message_of(function: Callable[..., Any], arguments: dict[str, Any], kind: ty
 ROWS = [
     *((function, *row, ValueError) for row in REFUSED for function in (attention, explain)),
     (attention, call(deterministic="yes"), ["deterministic must be True, False or None", "'yes'"], ValueError),
+    *((attention, *row, ValueError) for row in REFUSED_SEEDS),
     *((backward, *row, ValueError) for row in REFUSED_BACKWARD),
     *((flash_attn_func, *row, NotImplementedError) for row in REFUSED_FLASH),
+    (flash_attn_func, call(learnable_sink=zeros(3)), ["learnable_sink must have one number", "(3,)"], ValueError),
     *((flash_attn_varlen_func, *row, ValueError) for row in REFUSED_VARLEN),
 ]
 

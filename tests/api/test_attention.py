@@ -120,10 +120,6 @@ def test_no_grad() -> None:
         assert not attention(*qkv(50)).requires_grad
 
 
-def test_lse_carries_no_gradient() -> None:
-    assert not attention(*qkv(50), return_lse=True)[1].requires_grad
-
-
 @pytest.mark.parametrize("through", ["inputs", "dout"])
 def test_second_derivative_is_refused(through: str) -> None:
     tensors = qkv(50)

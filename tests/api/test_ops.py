@@ -77,14 +77,17 @@ def test_opcheck(mask: Mask, cu: Tensor | None) -> None:
 def test_names_and_schemas_are_stable() -> None:
     """Checkpointing policies, exported graphs and profiles of others hold them."""
     posed = "SymInt left, SymInt right, SymInt[] documents, str tiles, float? scale"
-    last = 'SymInt panels=1, str rows=""'
+    last = 'SymInt panels=1, str rows="", Tensor? sinks=None, Tensor? seed=None, float softcap=0., float dropout=0.'
     cu = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
     assert str(torch.ops.dash_attn.forward.default._schema) == (
         f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {cu}, {posed}, {last}) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         f"dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {cu}, {posed}, "
-        f"str policy, bool? deterministic, SymInt sm_margin, {last}) -> (Tensor, Tensor, Tensor)"
+        f"str policy, bool? deterministic, SymInt sm_margin, {last}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
+    )
+    assert str(torch.ops.dash_attn.sink_gradient.default._schema) == (
+        "dash_attn::sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse) -> Tensor"
     )
 
 

@@ -274,6 +274,7 @@ def refusals(groups: Groups, size: int) -> list[str]:
         lambda: twice("a2a"),
         lambda: twice("all_gather"),
         lambda: call(mask=cells),
+        lambda: context_parallel_attention(q, k, v[..., :4], group=group),
         lambda: call(mode="ring"),
         lambda: call(mode="a2a+all_gather"),
         lambda: call(group="world"),

@@ -116,6 +116,7 @@ REFUSED = (
     "differentiated once, not twice",
     "differentiated once, not twice",
     "mask has tiles, which are not cut",
+    "v has head dim 4 and q",
     "mode must be one of auto, a2a, all_gather, a2a+all_gather, got 'ring'",
     "needs a group of two dimensions, a DeviceMesh",
     "group must be a process group that this process belongs to",

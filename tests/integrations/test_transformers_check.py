@@ -50,10 +50,6 @@ def test_another_attention_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "obstacle"),
     [
-        ("LlamaForCausalLM", {**SMALL, "attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("BertModel", SMALL, "attention_probs_dropout_prob=0.1"),
-        ("Gemma2Model", {**SMALL, "head_dim": 16, "num_key_value_heads": 2}, "attn_logit_softcapping"),
-        ("GptOssModel", {**SMALL, "head_dim": 16, "num_key_value_heads": 2, "num_local_experts": 2}, "s_aux"),
         ("T5Model", {"vocab_size": 97, "d_model": 64, "d_kv": 16, "num_heads": 4, "num_layers": 1}, "position_bias"),
     ],
 )

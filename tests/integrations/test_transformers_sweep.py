@@ -35,7 +35,6 @@ TREACHEROUS = [
     "megatron-bert",
     "luke",
     "rembert",
-    "t5gemma",
     "autoformer",
     "diffusion_gemma",
 ]
@@ -60,6 +59,7 @@ SPREAD = [
     "roberta",
     "bart",
     "t5",
+    "t5gemma",
     "whisper",
     "vit",
     "siglip",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.problem import CAUSAL, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, Features, Problem, documents, tiles, window
 from tests.strategies import document_masks, examples
 
 
@@ -84,3 +85,17 @@ def test_documents_that_do_not_fit_are_refused() -> None:
         Problem(1, 1, 1, 9, 8, mask=documents([0, 8]))
     with pytest.raises(ValueError, match=r"mask has tiles.*cu_seqlens.*each document its own call"):
         Problem(1, 1, 1, 8, 8, mask=documents([0, 3, 8]) & tiles([[1]], 8, 8))
+
+
+def test_features_are_checked_and_named() -> None:
+    for wrong in ({"softcap": -1.0}, {"softcap": math.inf}, {"dropout": 1.0}, {"dropout": -0.1}, {"dim_v": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Features(**wrong)
+    assert str(Features()) == "none" and str(Features(softcap=2.0, dim_v=8)) == "softcap 2.0, head dim 8 of v"
+
+
+def test_features_belong_to_every_sequence_of_a_problem() -> None:
+    features = Features(sinks=True, dim_v=8)
+    problem = Problem(2, 4, 2, 50, 50, 16, mask=documents([0, 20, 50]), panels=2, features=features)
+    assert problem.dim_v == 8 and Problem(1, 1, 1, 5, 5, 16).dim_v == 16
+    assert {alone.features for alone in problem.distinct.values()} == {features}

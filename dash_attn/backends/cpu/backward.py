@@ -11,12 +11,13 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Gradients, Operands
+from dash_attn.backends.base import Extras, Gradients, Operands
 from dash_attn.backends.cpu.buffers import Buffers
 from dash_attn.backends.cpu.planes import padded
+from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import run_jobs, run_threads
 from dash_attn.backends.cpu.turnstile import Turnstiles
-from dash_attn.backends.cpu.worker import Job, Scratch, Worker
+from dash_attn.backends.cpu.worker import FeaturedWorker, Job, Scratch, Worker
 from dash_attn.pack import Planned
 from dash_attn.plan import Plan, placement
 
@@ -53,29 +54,38 @@ class CpuConfig:
 
 
 @torch.no_grad()
-def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients | None = None) -> Gradients:
+def backward(
+    plan: Plan, config: CpuConfig, operands: Operands, into: Gradients | None = None, extras: Extras | None = None
+) -> Gradients:
     """Write dQ, dK and dV. Each worker of the placement is one thread."""
     into = Gradients.room(operands) if into is None else into
+    replay(plan, config, operands, into, Softmax.of(plan.problem, extras))
+    return into
+
+
+def replay(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients, softmax: Softmax | None) -> None:
+    """The backward of a batch of sequences, or of one panel."""
     program, placed = plan.program, placement(plan, config.worker_count(plan))
     g = program.geometry
-    buffers, jobs = Buffers.of(plan.problem, g, operands, into)
+    buffers, jobs = Buffers.of(plan.problem, g, operands, into, softmax)
     unseeing = (program.contributors == 0).nonzero()[0].tolist()
     jobs += [into.dq[:, q_tile * g.tile_m : (q_tile + 1) * g.tile_m].zero_ for q_tile in unseeing]
     run_jobs(jobs, config.thread_count())
 
+    features = plan.problem.features
+    worker = FeaturedWorker if features.softcap or features.dropout else Worker
     permits: SimpleQueue[Scratch] = SimpleQueue()
     for _ in range(config.thread_count()):
-        permits.put(Scratch(g))
+        permits.put(Scratch(g, worker.buffers))
     turnstiles = Turnstiles(g.num_targets, ordered=config.order == "program")
-    job = Job(program, plan.problem.softmax_scale, buffers, turnstiles, permits, config.jitter)
+    job = Job(program, plan.problem, buffers, turnstiles, permits, config.jitter)
     chains = placed.chains.tolist()
-    run_threads([Worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b], turnstiles.stop)
+    run_threads([worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b], turnstiles.stop)
     if turnstiles.error is not None:
         raise turnstiles.error
     if buffers.parts is not None:
         sums = zip((into.dk, into.dv), buffers.parts, strict=True)
         run_jobs([job for grad, parts in sums for job in _sums(grad, parts, g.share)], config.thread_count())
-    return into
 
 
 def _sums(grad: Tensor, parts: Tensor, share: int) -> Iterator[Callable[[], None]]:
@@ -94,8 +104,12 @@ def workspace_bytes(plan: Plan, config: CpuConfig) -> int:
     """Bytes that `backward` allocates beside the gradients, without small objects. They are linear in the tokens."""
     problem, g = plan.problem, plan.program.geometry
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
-    dim, threads = padded(problem.dim), config.thread_count()
-    parts = 2 * rows_k * g.share * problem.dim if g.share > 1 else 0
-    planes = rows_q * (3 * dim + 2) + (2 * rows_k + threads * problem.len_q) * dim + parts
-    scores = threads * 3 * g.tile_m * g.tile_n
-    return 4 * (planes + scores + config.worker_count(plan) * (2 * g.tile_n + g.tile_m) * problem.dim)
+    dim, dim_v, threads = padded(problem.dim), padded(problem.dim_v), config.thread_count()
+    features = problem.features
+    parts = rows_k * g.share * (problem.dim + problem.dim_v) if g.share > 1 else 0
+    columns = 2 * dim + dim_v + (4 if features.dropout else 2)
+    planes = rows_q * columns + rows_k * (dim + dim_v) + threads * problem.len_q * dim_v + parts
+    worker = FeaturedWorker if features.softcap or features.dropout else Worker
+    scores = threads * worker.buffers * g.tile_m * g.tile_n
+    tiles = (g.tile_n + g.tile_m) * problem.dim + g.tile_n * problem.dim_v
+    return 4 * (planes + scores + config.worker_count(plan) * tiles)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Gradients, Operands
 from dash_attn.backends.cpu.planes import copies, planes
+from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job
 from dash_attn.problem import Problem
 from dash_attn.program import Geometry
@@ -29,6 +30,7 @@ class QueryTile:
     end: Tensor
     total: Tensor
     dq: Tensor
+    words: Tensor | None = None  # of dropout, int32 (rows, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +57,14 @@ class Buffers:
     parts: list[Tensor] | None  # dK and dV of cut chains, fp32 (batch, panels, keys, dim)
 
     @staticmethod
-    def of(problem: Problem, g: Geometry, operands: Operands, grads: Gradients) -> tuple[Buffers, list[Job]]:
+    def of(
+        problem: Problem, g: Geometry, operands: Operands, grads: Gradients, softmax: Softmax | None
+    ) -> tuple[Buffers, list[Job]]:
         """The buffers, and the jobs that fill them."""
         q, k, v, dout = (planes(x) for x in (operands.q, operands.k, operands.v, operands.dout))
         lse, delta = (torch.empty((*q.shape[:3], 1), dtype=torch.float32, device="cpu") for _ in range(2))
         first, end = (torch.from_numpy(x)[:, None] for x in problem.mask.intervals(problem.len_q, problem.len_k))
-        queries = (
+        queries = [
             q,
             dout,
             lse,
@@ -69,12 +73,14 @@ class Buffers:
             end.expand(*q.shape[:3], 1),
             planes(operands.q),
             grads.dq.transpose(1, 2),
-        )
+        ]
+        if softmax is not None and softmax.seeds:
+            queries.append(_words(problem, softmax))
         index = torch.from_numpy(np.arange(problem.len_k, dtype=np.int32)).expand(k.shape[:3])
         parts, dk, dv = None, grads.dk.transpose(1, 2), grads.dv.transpose(1, 2)
         if g.share > 1:
-            shape = (problem.batch, g.heads_kv, problem.len_k, problem.dim)
-            dk, dv = parts = [torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2)]
+            shapes = [(problem.batch, g.heads_kv, problem.len_k, dim) for dim in (problem.dim, problem.dim_v)]
+            dk, dv = parts = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
         shared = (_tiles(x, g.tile_n, g.share) for x in (k, v, index))
         keys = (*shared, _tiles(dk, g.tile_n), _tiles(dv, g.tile_n))
         buffers = Buffers(
@@ -82,12 +88,13 @@ class Buffers:
             [KeyTile(k, k.t(), v.t(), index, dk, dv) for k, v, index, dk, dv in zip(*keys, strict=True)],
             parts,
         )
+        dlse = None if softmax is None else softmax.dlse
         heads = ((b, h) for b in range(problem.batch) for h in range(problem.heads_q))
         return buffers, [
             *copies(operands.q, q, problem.softmax_scale),
             *copies(operands.k, k),
             *copies(operands.v, v),
-            *(partial(_fill, operands, at, (dout, lse, delta)) for at in heads),
+            *(partial(_fill, operands, at, (dout, lse, delta), dlse) for at in heads),
         ]
 
 
@@ -96,10 +103,18 @@ def _tiles(planes: Tensor, size: int, share: int = 1) -> list[Tensor]:
     return [tile for batch in planes for plane in batch for _ in range(share) for tile in plane.split(size)]
 
 
-def _fill(operands: Operands, at: tuple[int, int], into: tuple[Tensor, Tensor, Tensor]) -> None:
-    """dout, lse, and delta = sum(out * dout) of one (batch, head)."""
+def _words(problem: Problem, softmax: Softmax) -> Tensor:
+    rows = slice(0, problem.len_q)
+    heads = [[softmax.words(b, h, rows) for h in range(problem.heads_q)] for b in range(problem.batch)]
+    return torch.stack([torch.stack(each) for each in heads])
+
+
+def _fill(operands: Operands, at: tuple[int, int], into: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None) -> None:
+    """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head)."""
     (batch, head), (dout, lse, delta) = at, (x[at] for x in into)
     dout.copy_(operands.dout[batch, :, head])
     lse.copy_(operands.lse[at].unsqueeze(-1))
     out = torch.empty_like(dout, memory_format=torch.preserve_format)
     delta.copy_(out.copy_(operands.out[batch, :, head]).mul_(dout).sum(-1, keepdim=True))
+    if dlse is not None:
+        delta.sub_(dlse[at].unsqueeze(-1))

@@ -13,7 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import Extras
 from dash_attn.backends.cpu.planes import copies, planes
+from dash_attn.backends.cpu.softmax import Softmax, keep
 from dash_attn.backends.cpu.threads import Job, run_jobs
 from dash_attn.problem import Problem, TileMask
 
@@ -28,24 +30,31 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 @torch.no_grad()
-def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), fp32, natural logarithm.
 
-    A row that sees no key has out = 0 and lse = -inf. One thread with one math thread computes a tile of rows, from
-    copies of the operands. So neither the number of threads nor the layout of the operands changes bits.
+    A row that sees no key has out = 0, and lse = -inf or its sink. One thread with one math thread computes a tile of
+    rows, from copies of the operands. So neither the number of threads nor the layout of the operands changes bits.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="cpu")
     lse = torch.empty((problem.batch, problem.heads_q, problem.len_q), dtype=torch.float32, device="cpu")
-    fill(problem, (q, k, v), (out, lse))
+    fill(problem, (q, k, v), (out, lse), Softmax.of(problem, extras))
     return out, lse
 
 
-def fill(problem: Problem, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
+def fill(
+    problem: Problem,
+    operands: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    softmax: Softmax | None,
+) -> None:
     """Write out and lse."""
     (q, k, v), (out, lse) = operands, results
     mine = [planes(x) for x in (q, k, v)]
     threads = torch.get_num_threads()
-    scales = (problem.softmax_scale / math.log(2), 1.0, 1.0)  # exp2 is faster than exp
+    features = problem.features
+    # exp2 is faster than exp. Capped scores get their factor behind tanh.
+    scales = (problem.softmax_scale / (features.softcap or math.log(2)), 1.0, 1.0)
     run_jobs(chain.from_iterable(copies(*each) for each in zip((q, k, v), mine, scales, strict=True)), threads)
 
     def jobs(stripe: Stripe) -> Iterator[Job]:
@@ -54,21 +63,51 @@ def fill(problem: Problem, operands: tuple[Tensor, Tensor, Tensor], results: tup
                 kv = batch, head // problem.group
                 operands = mine[0][batch, head, stripe.rows], mine[1][kv], mine[2][kv]
                 results = out[batch, stripe.rows, head], lse[batch, head, stripe.rows]
-                yield partial(_attend, stripe, operands, results)
+                row = Row.of(problem, softmax, (batch, head), stripe.rows)
+                yield partial(_attend, stripe, operands, results, row)
 
     longest_first = sorted(_stripes(problem), key=lambda stripe: -len(stripe.visits))
     run_jobs(chain.from_iterable(map(jobs, longest_first)), threads)
 
 
-def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor]) -> None:
-    """One tile of rows of one head. The queries are already scaled, for powers of 2."""
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the rows of one tile have beside their operands. The defaults are plain softmax.
+
+    sink   where the softmax starts, for powers of 2
+    words  of dropout, int32 (rows, 2)
+    """
+
+    sink: float = -math.inf
+    softcap: float = 0.0
+    dropout: float = 0.0
+    words: Tensor | None = None
+
+    @staticmethod
+    def of(problem: Problem, softmax: Softmax | None, at: tuple[int, int], rows: slice) -> Row:
+        softcap, dropout = problem.features.softcap, problem.features.dropout
+        if softmax is None:
+            return Row(softcap=softcap) if softcap else PLAIN
+        sink = -math.inf if softmax.sinks is None else float(softmax.sinks[at[1]]) / math.log(2)
+        return Row(sink, softcap, dropout, softmax.words(*at, rows) if dropout else None)
+
+
+PLAIN = Row()
+
+
+def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor], row: Row) -> None:
+    """One tile of rows of one head. The queries are already scaled, for powers of 2 or for tanh."""
     (q, k, v), (out, lse) = operands, results
-    rows, dim = q.shape
+    rows, dim = len(q), v.shape[1]
     scores = q.new_empty(rows * KEYS)
-    highest, total, sums = q.new_full((rows, 1), -math.inf), q.new_zeros(rows, 1), q.new_zeros(rows, dim)
+    highest, total, sums = q.new_full((rows, 1), row.sink), q.new_zeros(rows, 1), q.new_zeros(rows, dim)
+    if row.sink > -math.inf:
+        total.fill_(1.0)
     for keys, is_partial in stripe.visits:
         columns = keys.stop - keys.start
         p = torch.mm(q, k[keys].t(), out=scores[: rows * columns].view(rows, columns))
+        if row.softcap:
+            p.tanh_().mul_(row.softcap / math.log(2))
         if is_partial:
             torch.minimum(p, stripe.limits(keys), out=p)
         before, highest = highest, torch.maximum(highest, p.amax(1, keepdim=True))
@@ -76,8 +115,12 @@ def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tu
         p.sub_(base).exp2_()
         fade = before.sub_(base).exp2_()
         total.mul_(fade).add_(p.sum(1, keepdim=True))
+        if row.words is not None:
+            key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device="cpu")
+            p.mul_(keep(row.words, key, row.dropout, torch.empty_like(p)))
         sums.mul_(fade).addmm_(p, v[keys])
-    out.copy_(sums.div_(total.clamp(min=1.0)))  # the total is at least 1, unless the row sees no key
+    sums.div_(total.clamp(min=1.0))  # the total is at least 1, unless the row sees no key
+    out.copy_(sums.div_(1.0 - row.dropout) if row.dropout else sums)
     lse.copy_(total.log2_().add_(highest).mul_(math.log(2)).squeeze(1))
 
 

@@ -12,61 +12,81 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Gradients, KeySums, Operands, Partials
-from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
+from dash_attn.backends.base import Extras, Gradients, KeySums, Operands, Partials
+from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
 from dash_attn.backends.cpu.forward import fill
+from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs
 from dash_attn.pack import Pack
 from dash_attn.problem import Panel
 
 
 @torch.no_grad()
-def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
     """out and lse, as in `forward`. The bits of a row depend on its panel alone."""
     batch, len_q, heads, _ = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device="cpu")
+    out = torch.empty((batch, len_q, heads, v.shape[-1]), dtype=q.dtype, device="cpu")
     lse = torch.empty((batch, heads, len_q), dtype=torch.float32, device="cpu")
+    softmax = Softmax.of(pack.problem, extras)
     for panel in pack.panels:
         rows = Rows.of_panel(panel, q, k)
         if panel.len_q and panel.len_k:
             operands = rows.of_q(q), rows.of_k(k), rows.of_k(v)
-            fill(pack.problems[panel.kind], operands, (rows.of_q(out), rows.of_lse(lse)))
+            own = None if softmax is None else softmax.of_panel(pack.problem, panel, None)
+            fill(pack.problems[panel.kind], operands, (rows.of_q(out), rows.of_lse(lse)), own)
         elif panel.len_q:
             rows.of_q(out).zero_()
             rows.of_lse(lse).fill_(-math.inf)
+            if softmax is not None and softmax.sinks is not None:
+                rows.of_lse(lse).copy_(softmax.sinks[:, None])
     return out, lse
 
 
 @torch.no_grad()
-def backward_pack(pack: Pack, config: CpuConfig, operands: Operands, into: Gradients | None = None) -> Gradients:
+def backward_pack(
+    pack: Pack, config: CpuConfig, operands: Operands, into: Gradients | None = None, extras: Extras | None = None
+) -> Gradients:
     """Write dQ, dK and dV. Each panel follows its own plan, and dK and dV are summed over the panels of a sequence."""
     into = Gradients.room(operands) if into is None else into
+    run = Run(pack, config, operands, Softmax.of(pack.problem, extras))
     for _, group in groupby(pack.panels, attrgetter("sequence")):
         panels = list(group)
         rows = Rows.of_panel(panels[-1], operands.q, operands.k)  # the last panel sees every key
         grads = KeySums(rows.of_k(into.dk), rows.of_k(into.dv))
         if len(panels) > 1:
-            last_first = (key_sums(pack, config, panel, operands, into.dq) for panel in reversed(panels))
-            fold(last_first, grads, config.thread_count())
-        elif panels[0].len_q and panels[0].len_k:
-            backward(pack.plan_of(panels[0]), config, rows.of(operands), Gradients(rows.of_q(into.dq), *grads))
+            fold((run.key_sums(panel, into.dq) for panel in reversed(panels)), grads, config.thread_count())
         else:
-            for grad in (rows.of_q(into.dq), *grads):
-                grad.zero_()
+            run.panel(panels[0], Gradients(rows.of_q(into.dq), *grads))
     return into
 
 
-def key_sums(pack: Pack, config: CpuConfig, panel: Panel, operands: Operands, dq: Tensor) -> KeySums:
-    """dK and dV of one panel in fp32. Its rows of dQ are written to `dq`."""
-    rows = Rows.of_panel(panel, operands.q, operands.k)
-    shape = (1, panel.len_k, *operands.k.shape[2:])
-    sums = KeySums(*(torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2)))
-    if panel.len_q and panel.len_k:
-        backward(pack.plan_of(panel), config, rows.of(operands), Gradients(rows.of_q(dq), *sums))
-    else:
-        for x in (rows.of_q(dq), *sums):
-            x.zero_()
-    return sums
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A backward, panel by panel."""
+
+    pack: Pack
+    config: CpuConfig
+    operands: Operands
+    softmax: Softmax | None
+
+    def panel(self, panel: Panel, into: Gradients) -> None:
+        """Write dQ, dK and dV of one panel."""
+        if not (panel.len_q and panel.len_k):
+            for grad in into:
+                grad.zero_()
+            return
+        rows, own = Rows.of_panel(panel, self.operands.q, self.operands.k), self.softmax
+        if own is not None:
+            own = own.of_panel(self.pack.problem, panel, None if own.dlse is None else rows.of_lse(own.dlse))
+        replay(self.pack.plan_of(panel), self.config, rows.of(self.operands), into, own)
+
+    def key_sums(self, panel: Panel, dq: Tensor) -> KeySums:
+        """dK and dV of one panel in fp32. Its rows of dQ are written to `dq`."""
+        rows = Rows.of_panel(panel, self.operands.q, self.operands.k)
+        shapes = [(1, panel.len_k, *x.shape[2:]) for x in (self.operands.k, self.operands.v)]
+        sums = KeySums(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
+        self.panel(panel, Gradients(rows.of_q(dq), *sums))
+        return sums
 
 
 def fold(sums: Iterable[KeySums], into: KeySums, threads: int) -> None:
@@ -110,7 +130,8 @@ class CpuHeld:
     @torch.no_grad()
     def backward(self, operands: Operands) -> Partials:
         dq = torch.empty_like(operands.q, memory_format=torch.contiguous_format)
-        return Partials(dq, tuple(key_sums(self.pack, self.config, panel, operands, dq) for panel in self.pack.panels))
+        run = Run(self.pack, self.config, operands, None)
+        return Partials(dq, tuple(run.key_sums(panel, dq) for panel in self.pack.panels))
 
     @torch.no_grad()
     def fold(self, sums: Iterable[KeySums], into: KeySums) -> None:
@@ -122,7 +143,7 @@ def pack_workspace_bytes(pack: Pack, config: CpuConfig) -> int:
 
     A sequence of several panels also has fp32 dK and dV: of all its panels together, and of the panel that runs.
     """
-    row = 2 * 4 * pack.problem.heads_kv * pack.problem.dim
+    row = 4 * pack.problem.heads_kv * (pack.problem.dim + pack.problem.dim_v)
     most = max(workspace_bytes(each, config) for each in pack.plans.values())
     cut = [panels for _, group in groupby(pack.panels, attrgetter("sequence")) if len(panels := list(group)) > 1]
     return most + 2 * row * max((panel.len_k for panels in cut for panel in panels), default=0)

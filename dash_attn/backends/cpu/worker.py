@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.cpu.buffers import Buffers, KeyTile, QueryTile
+from dash_attn.backends.cpu.softmax import keep
 from dash_attn.backends.cpu.threads import compute_alone
 from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
+from dash_attn.problem import Problem
 from dash_attn.program import Geometry, Program
 
 # score - lse is clamped before exp. Below LEAST the result is too small to matter, and exp is much slower where it
@@ -24,15 +26,15 @@ LEAST, MOST = -80.0, 80.0
 class Scratch:
     """Memory for the scores of one tile. It is also the permit to compute: there is one for each computing thread."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self._buffers = torch.empty((3, geometry.tile_m * geometry.tile_n), dtype=torch.float32, device="cpu")
+    def __init__(self, geometry: Geometry, buffers: int) -> None:
+        self._buffers = torch.empty((buffers, geometry.tile_m * geometry.tile_n), dtype=torch.float32, device="cpu")
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
 
     def views(self, rows: int, columns: int) -> tuple[Tensor, ...]:
-        """P, P^T, dS, dS^T, and memory for a mask."""
+        """P, P^T, dS, dS^T, memory for a mask, and what only a FeaturedWorker has."""
         if (rows, columns) not in self._views:
-            p, ds, allowed = (buffer[: rows * columns].view(rows, columns) for buffer in self._buffers)
-            self._views[rows, columns] = p, p.t(), ds, ds.t(), allowed
+            p, ds, *others = (buffer[: rows * columns].view(rows, columns) for buffer in self._buffers)
+            self._views[rows, columns] = p, p.t(), ds, ds.t(), *others
         return self._views[rows, columns]
 
 
@@ -41,7 +43,7 @@ class Job:
     """What all workers of one backward share."""
 
     program: Program
-    scale: float
+    problem: Problem
     buffers: Buffers
     turnstiles: Turnstiles
     permits: SimpleQueue[Scratch]
@@ -51,14 +53,16 @@ class Job:
 class Worker(Thread):
     """Runs chains one after the other. It sums dK and dV of a chain in visit order, in its own buffers."""
 
+    buffers = 3  # of its scratch
+
     def __init__(self, job: Job, chains: list[int]) -> None:
         super().__init__(name="dash_attn", daemon=True)
-        g, dim = job.program.geometry, job.buffers.queries[0].q.shape[-1]
+        g, problem = job.program.geometry, job.problem
         self._job, self._chains = job, chains
         self._scratch: Scratch | None = None
-        self._dk, self._dv, self._dq = (
-            torch.empty((tile, dim), dtype=torch.float32, device="cpu") for tile in (g.tile_n, g.tile_n, g.tile_m)
-        )
+        shapes = (g.tile_n, problem.dim), (g.tile_n, problem.dim_v), (g.tile_m, problem.dim)
+        self._scale = problem.softmax_scale
+        self._dk, self._dv, self._dq = (torch.empty(x, dtype=torch.float32, device="cpu") for x in shapes)
 
     def run(self) -> None:
         try:
@@ -113,10 +117,43 @@ class Worker(Thread):
         else:
             rows.total.add_(dq)
         if place + 1 == job.program.contributors[target % job.program.geometry.num_q]:
-            rows.dq.copy_(rows.total.mul_(job.scale))
+            rows.dq.copy_(rows.total.mul_(self._scale))
         job.turnstiles.leave(target)
 
     def _give_up_permit(self) -> None:
         if self._scratch is not None:
             self._job.permits.put(self._scratch)
             self._scratch = None
+
+
+class FeaturedWorker(Worker):
+    """A worker for capped scores and dropout."""
+
+    buffers = 5
+
+    def _compute(self, rows: QueryTile, keys: KeyTile, dk: Tensor, dv: Tensor, partial: bool) -> Tensor:
+        if self._scratch is None:
+            self._scratch = self._job.permits.get()
+        p, _, ds, ds_t, allowed, slope, kept = self._scratch.views(len(rows.q), len(keys.k))
+        softcap, dropout = self._job.problem.features.softcap, self._job.problem.features.dropout
+        torch.mm(rows.q, keys.k_t, out=p)
+        if softcap:
+            p.mul_(1 / softcap).tanh_()
+            torch.mul(p, p, out=slope).neg_().add_(1.0)
+            p.mul_(softcap)
+        p.sub_(rows.lse).clamp_(LEAST, MOST).exp_()
+        if partial:
+            p.mul_(torch.ge(keys.index, rows.first, out=allowed))
+            p.mul_(torch.lt(keys.index, rows.end, out=allowed))
+        torch.mm(rows.dout, keys.v_t, out=ds)
+        if rows.words is None:
+            dv.addmm_(p.t(), rows.dout)
+        else:
+            keep(rows.words, keys.index, dropout, kept).mul_(1 / (1 - dropout))
+            dv.addmm_(torch.mul(p, kept, out=allowed).t(), rows.dout)
+            ds.mul_(kept)
+        ds.sub_(rows.delta).mul_(p)
+        if softcap:
+            ds.mul_(slope)
+        dk.addmm_(ds_t, rows.q)
+        return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])

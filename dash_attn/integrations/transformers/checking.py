@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dash_attn.backends import backend_for
+from dash_attn.backends import Backend, backend_for
 from dash_attn.integrations.transformers.forward import UNSUPPORTED
 from dash_attn.integrations.transformers.registration import NAMES
+from dash_attn.problem import Features, Problem
 
 GPU_LARGEST, GPU_STEP = 128, 8  # head dims that the GPU backend takes
 MASK_MAKERS = re.compile(r"\bcreate_\w*mask\w*\(")
@@ -110,8 +111,9 @@ def _layer(name: str, module: nn.Module, model: nn.Module) -> Layer:
     if runs != "dash":
         obstacles.append("the config names another attention: set attn_implementation='dash'")
     else:
-        backend, obstacles = _backend(module)
-        obstacles += _refused(module, config) + _dims(module, backend)
+        backend, chosen_by, obstacles = _backend(module)
+        obstacles += _refused(module) + _dims(module, backend)
+        obstacles += [] if chosen_by is None else _lacking(module, config, chosen_by)
     return Layer(name, type(module).__name__, runs, backend, tuple(obstacles))
 
 
@@ -126,32 +128,49 @@ def _own(name: str, module: nn.Module) -> Layer:
     return Layer(name, type(module).__name__, "its own attention", "", (obstacle,))
 
 
-def _backend(module: nn.Module) -> tuple[str, list[str]]:
+def _backend(module: nn.Module) -> tuple[str, Backend | None, list[str]]:
+    """The name of the backend, the backend if there is one, and what stands in its way."""
     weight = next(module.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
     try:
-        name = backend_for(device).name
+        backend = backend_for(device)
     except NotImplementedError as error:
-        return str(device), [str(error)]
+        return str(device), None, [str(error)]
     if device.type == "cuda" and weight is not None and weight.dtype == torch.float32:
-        return name, ["weights are float32: on GPUs use bfloat16 or float16, or autocast"]
-    return name, []
+        return backend.name, backend, ["weights are float32: on GPUs use bfloat16 or float16, or autocast"]
+    return backend.name, backend, []
 
 
-def _refused(module: nn.Module, config: Any) -> list[str]:
+def _lacking(module: nn.Module, config: Any, backend: Backend) -> list[str]:
+    """Features that the module needs and its backend refuses."""
     fields = config.to_dict() if config is not None else {}
-    reasons = [
-        f"{name}={value}: dash_attn has no dropout, so training is refused; set {name}=0.0 in the config"
+    needs = {
+        f"{name}={value}, so training is refused": Features(dropout=value)
         for name, value in fields.items()
-        if isinstance(value, float) and value > 0 and "drop" in name and "att" in name
-    ]
+        if isinstance(value, float) and 0 < value < 1 and "drop" in name and "att" in name
+    }
     softcap = getattr(module, "attn_logit_softcapping", None)
-    if softcap is not None:
-        reasons.append(
-            f"attn_logit_softcapping={softcap}: dash_attn does not cap scores; use attn_implementation='eager'"
-        )
-    handed = "".join(CALL.findall(_source(type(module))))
-    return reasons + [
+    if softcap:
+        needs[f"attn_logit_softcapping={softcap}"] = Features(softcap=softcap)
+    if " s_aux=" in _handed(module):
+        needs["it gives its attention sinks, s_aux"] = Features(sinks=True)
+    reasons = []
+    for said, features in needs.items():
+        try:
+            backend.tile_shape(Problem(1, 1, 1, 256, 256, 64, "bfloat16", features=features))
+        except (NotImplementedError, ValueError) as error:
+            reasons.append(f"{said}: {error}")
+    return reasons
+
+
+def _handed(module: nn.Module) -> str:
+    """What the source of the module gives to its attention function."""
+    return "".join(CALL.findall(_source(type(module))))
+
+
+def _refused(module: nn.Module) -> list[str]:
+    handed = _handed(module)
+    return [
         f"it gives its attention {name}: dash_attn does not do {meaning}; use attn_implementation='eager'"
         for name, meaning in UNSUPPORTED.items()
         if name != "output_attentions" and f" {name}=" in handed

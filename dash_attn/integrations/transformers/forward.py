@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from dash_attn.api import attention
+from dash_attn.api.extras import drawn_seed
+from dash_attn.backends.dropout import STEP
 from dash_attn.integrations.transformers.masks import ModelMask
 from dash_attn.integrations.transformers.packing import Packed, Rows, pack, recent, take
 
 # Arguments of single models that change the result.
 UNSUPPORTED = {
-    "s_aux": "attention sinks",
     "position_bias": "a bias on the scores",
     "indices": "attention to chosen tokens",
     "block_indices": "attention to chosen blocks",
@@ -25,6 +26,7 @@ UNSUPPORTED = {
 HARMLESS = frozenset(
     {
         "position_ids",
+        "s_aux",
         "cu_seq_lens_q",
         "cu_seq_lens_k",
         "seq_idx",  # the document of each token, for layers that are no attention
@@ -57,10 +59,12 @@ def attention_forward(
 
     The mask says all, as it does for Transformers' eager attention. Without a mask `is_causal`, else the module's
     attribute, and `sliding_window` say what a query sees. Documents are told apart by `cu_seq_lens_q` and
-    `cu_seq_lens_k`, else by the mask and by `position_ids` that start again inside a row. `deterministic` is as for
+    `cu_seq_lens_k`, else by the mask and by `position_ids` that start again inside a row. `s_aux` are the sinks of the
+    heads. In training, dropout draws one seed from torch's default generator at each call. `deterministic` is as for
     dash_attn.attention, except that a False does not undo torch's flag: some models pass it without having been asked.
     """
-    _check(module, query, value, dropout, {**kwargs, "softcap": softcap})
+    dropout = dropout if module.training else 0.0
+    _check(module, query, value, dropout, kwargs)
     if isinstance(attention_mask, ModelMask):
         mask = attention_mask
         _check_sizes(mask, query, key)
@@ -77,14 +81,20 @@ def attention_forward(
     # Under autocast, or with norms kept in float32, rotated queries and keys are wider than values.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
-    deterministic = True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic")
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "deterministic": True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic"),
+        "softcap": softcap or 0.0,
+        "sinks": kwargs.get("s_aux"),
+        "dropout": dropout,
+    }
     if mask.intervals is not None:
         if kwargs.get("cu_seq_lens_q") is not None:
             raise NotImplementedError(
                 f"{_name(module)} has a mask with an interval of keys for each token, and cu_seq_lens_q was given: "
                 f"leave it out, or {ELSEWHERE}"
             )
-        return _by_rows(mask, (q, k, v), {"scale": scaling, "deterministic": deterministic}), None
+        return _by_rows(mask, (q, k, v), options), None
     if mask.number is not None:
         k, v = (x[:, : mask.number.shape[1]] for x in (k, v))
     # A window as long as the keys is none.
@@ -92,12 +102,7 @@ def attention_forward(
     if mask.causal:
         right = left  # causality is the nearer limit
     windowed = left is not None or right is not None
-    options: dict[str, Any] = {
-        "causal": mask.causal,
-        "window": (left, right) if windowed else None,
-        "scale": scaling,
-        "deterministic": deterministic,
-    }
+    options |= {"causal": mask.causal, "window": (left, right) if windowed else None}
     rows = Rows(q.shape[0], q.shape[1], k.shape[1], mask.causal or windowed, windowed)
     packed = _packed(mask, rows, q.device, kwargs)
     if packed is None:
@@ -113,7 +118,7 @@ def attention_forward(
     if packed.queries is not None:
         everything = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
         out = everything.index_copy(0, packed.queries, out)
-    return out.view(q.shape), None
+    return out.view(*q.shape[:3], v.shape[3]), None
 
 
 def _by_rows(mask: ModelMask, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
@@ -128,7 +133,12 @@ def _by_rows(mask: ModelMask, qkv: tuple[Tensor, Tensor, Tensor], options: dict[
     if len(masks) == 1:
         out: Tensor = attention(*qkv, mask=masks[0], **options)
         return out
-    return torch.cat([attention(*(x[b : b + 1] for x in qkv), mask=each, **options) for b, each in enumerate(masks)])
+    first = drawn_seed() if options["dropout"] else None
+    outs = list[Tensor]()
+    for b, each in enumerate(masks):
+        seed = None if first is None else first + b * STEP  # as in one call: each batch entry has a seed of its own
+        outs.append(attention(*(x[b : b + 1] for x in qkv), mask=each, seed=seed, **options))
+    return torch.cat(outs)
 
 
 def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window: int | None) -> ModelMask:
@@ -160,12 +170,11 @@ def _check_sizes(mask: ModelMask, query: Tensor, key: Tensor) -> None:
 
 
 def _check(module: nn.Module, query: Tensor, value: Tensor, dropout: float, others: dict[str, Any]) -> None:
-    if dropout and module.training:
+    if dropout and query.device.type != "cpu":
         raise NotImplementedError(
-            f"dropout={dropout}: dash_attn has no dropout; set {_dropout_field(module, dropout)}=0.0 in the config"
+            f"dropout={dropout}: dash_attn has dropout on CPUs only; set {_dropout_field(module, dropout)}=0.0 in the "
+            "config"
         )
-    if others["softcap"] is not None:
-        raise NotImplementedError(f"softcap={others['softcap']}: dash_attn does not cap scores; {ELSEWHERE}")
     for name, meaning in UNSUPPORTED.items():
         if others.get(name) is not None and others[name] is not False:
             raise NotImplementedError(f"{name} was given: dash_attn does not do {meaning}; {ELSEWHERE}")
@@ -174,9 +183,10 @@ def _check(module: nn.Module, query: Tensor, value: Tensor, dropout: float, othe
             raise NotImplementedError(
                 f"{_name(module)} gives its attention a tensor {name}, which dash_attn does not know; {ELSEWHERE}"
             )
-    if value.shape[-1] != query.shape[-1]:
+    if value.shape[-1] != query.shape[-1] and query.device.type != "cpu":
         raise NotImplementedError(
-            f"value has head dim {value.shape[-1]} and query {query.shape[-1]}: dash_attn needs them equal; {ELSEWHERE}"
+            f"value has head dim {value.shape[-1]} and query {query.shape[-1]}: on {query.device.type} dash_attn needs "
+            f"them equal; {ELSEWHERE}"
         )
 
 

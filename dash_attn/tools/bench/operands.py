@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Gradients, Operands, Options
+from dash_attn.backends import Extras, Gradients, Operands, Options
+from dash_attn.backends.dropout import kept, row_words, seeds_of
 from dash_attn.prepare import prepare
 from dash_attn.problem import Mask, Problem
 
 CHUNK = 2**25  # scores of the float64 reference that live at once
+NONE = Extras()
 TOLERANCE = {"bfloat16": 2e-2, "float16": 5e-3, "float32": 1e-5}  # relative, of a gradient
 
 
@@ -35,6 +37,7 @@ class Exact(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None
 
     @property
     def gradients(self) -> Gradients:
@@ -45,18 +48,27 @@ def draw(problem: Problem, device: torch.device, seed: int = 0, gain: float = 1.
     """Normally distributed tensors with a standard deviation of `gain`."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(length: int, heads: int) -> Tensor:
-        shape = (problem.batch, length, heads, problem.dim)
+    def normal(length: int, heads: int, dim: int) -> Tensor:
+        shape = (problem.batch, length, heads, dim)
         return (torch.randn(shape, generator=generator, device=device) * gain).to(getattr(torch, problem.dtype))
 
-    q, dout = normal(problem.len_q, problem.heads_q), normal(problem.len_q, problem.heads_q)
-    return Drawn(dout, q, normal(problem.len_k, problem.heads_kv), normal(problem.len_k, problem.heads_kv))
+    q, dout = (normal(problem.len_q, problem.heads_q, dim) for dim in (problem.dim, problem.dim_v))
+    k, v = (normal(problem.len_k, problem.heads_kv, dim) for dim in (problem.dim, problem.dim_v))
+    return Drawn(dout, q, k, v)
 
 
-def draw_operands(problem: Problem, device: torch.device, seed: int = 0) -> Operands:
+def draw_extras(problem: Problem, device: torch.device, seed: int = 0) -> Extras:
+    """Random sinks and a seed, as the problem needs them, and a random gradient of lse."""
+    generator = torch.Generator(device).manual_seed(seed + 1)
+    sinks = torch.randn(problem.heads_q, generator=generator, device=device) if problem.features.sinks else None
+    dlse = torch.randn((problem.batch, problem.heads_q, problem.len_q), generator=generator, device=device)
+    return Extras(sinks, torch.tensor(seed + 7) if problem.features.dropout else None, dlse)
+
+
+def draw_operands(problem: Problem, device: torch.device, seed: int = 0, extras: Extras | None = None) -> Operands:
     """Random tensors, with out and lse of the forward that dash_attn.attention takes on this device."""
     drawn = draw(problem, device, seed)
-    out, lse = prepare(problem, "auto", Options(), device).forward(*drawn[1:])
+    out, lse = prepare(problem, "auto", Options(), device).forward(*drawn[1:], extras)
     return Operands(*drawn, out.contiguous(), lse.contiguous())
 
 
@@ -69,14 +81,16 @@ def input_sets(problem: Problem, device: torch.device) -> list[Operands]:
 
 
 @torch.no_grad()
-def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Exact:
+def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, extras: Extras = NONE) -> Exact:
     """From the definition, in bands of queries: memory grows with the tokens, not with their square."""
     doubles = Drawn(*(x.double() for x in (dout, q, k, v)))
-    result = Exact(
-        torch.zeros_like(doubles.q),
-        doubles.q.new_full((problem.batch, problem.heads_q, problem.len_q), -torch.inf),
-        *(torch.zeros_like(x) for x in doubles[1:]),
-    )
+    sinks, dlse = extras.sinks, extras.dlse
+    lse = doubles.q.new_full((problem.batch, problem.heads_q, problem.len_q), -torch.inf)
+    result = Exact(torch.zeros_like(doubles.dout), lse, *(torch.zeros_like(x) for x in doubles[1:]))
+    if sinks is not None:  # a row without keys has the sink as its lse
+        lse.copy_(sinks[:, None])
+        dsinks = torch.zeros_like(sinks, dtype=torch.float64)
+        result = result._replace(dsinks=dsinks if dlse is None else dlse.double().sum((0, 2)))
     intervals = tuple(torch.from_numpy(x).to(q.device) for x in problem.mask.intervals(problem.len_q, problem.len_k))
     rows = max(16, CHUNK // max(1, problem.heads_q * problem.len_k))
     for begin in range(0, problem.len_q, rows):
@@ -84,28 +98,72 @@ def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Ex
         keys, hidden = _hidden(problem.mask, intervals, band)
         if keys.start < keys.stop:
             for batch in range(problem.batch):
-                _add_band(problem, (batch, band, keys), hidden, doubles, result)
+                _add_band(problem, (batch, band, keys), hidden, (doubles, extras), result)
     return result
 
 
-def _add_band(problem: Problem, where: tuple[int, slice, slice], hidden: Tensor, drawn: Drawn, result: Exact) -> None:
+def _add_band(
+    problem: Problem,
+    where: tuple[int, slice, slice],
+    hidden: Tensor,
+    given: tuple[Drawn, Extras],
+    result: Exact,
+) -> None:
     """What a band of queries and the keys that it sees give, for all heads of one sequence at once."""
-    batch, band, keys = where
-    grouped = (-1, problem.heads_kv, problem.group, problem.dim)
-    q, dout = (x[batch, band].reshape(grouped) for x in (drawn.q, drawn.dout))
+    (batch, band, keys), (drawn, extras), cap = where, given, problem.features.softcap
+    grouped = (problem.heads_kv, problem.group, -1)
+    q, dout = (x[batch, band].reshape(len(x[batch, band]), *grouped) for x in (drawn.q, drawn.dout))
     k, v = drawn.k[batch, keys], drawn.v[batch, keys]
-    scores = torch.einsum("mhgd,nhd->hgmn", q, k).mul_(problem.softmax_scale).masked_fill_(hidden, -torch.inf)
+    scores = torch.einsum("mhgd,nhd->hgmn", q, k).mul_(problem.softmax_scale)
+    slope = 1 - (scores / cap).tanh().square() if cap else None
+    scores = (scores.div_(cap).tanh_().mul_(cap) if cap else scores).masked_fill_(hidden, -torch.inf)
     lse = scores.logsumexp(-1)
+    if extras.sinks is not None:
+        sink = extras.sinks.double().view(grouped)
+        lse = torch.logaddexp(lse, sink)
     # A row without keys has lse = -inf, and -inf - -inf is not a number: its P is 0.
     p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    out = torch.einsum("hgmn,nhd->mhgd", p, v)
+    factor = None if extras.seed is None else _dropout(problem, where, extras.seed).to(p.device)
+    weights = p if factor is None else p * factor
+    out = torch.einsum("hgmn,nhd->mhgd", weights, v)
     dp = torch.einsum("mhgd,nhd->hgmn", dout, v)
-    ds = dp.sub_(torch.einsum("mhgd,mhgd->hgm", out, dout).unsqueeze(-1)).mul_(p).mul_(problem.softmax_scale)
+    if factor is not None:
+        dp.mul_(factor)
+    delta = torch.einsum("mhgd,mhgd->hgm", out, dout)
+    if extras.dlse is not None:
+        delta -= extras.dlse[batch, :, band].double().view(grouped)
+    ds = dp.sub_(delta.unsqueeze(-1)).mul_(p).mul_(problem.softmax_scale)
+    if slope is not None:
+        ds.mul_(slope)
     result.out[batch, band] = out.flatten(1, 2)
     result.lse[batch, :, band] = lse.flatten(0, 1)
     result.dq[batch, band] = torch.einsum("hgmn,nhd->mhgd", ds, k).flatten(1, 2)
     result.dk[batch, keys] += torch.einsum("hgmn,mhgd->nhd", ds, q)
-    result.dv[batch, keys] += torch.einsum("hgmn,mhgd->nhd", p, dout)
+    result.dv[batch, keys] += torch.einsum("hgmn,mhgd->nhd", weights, dout)
+    if result.dsinks is not None:
+        # The band is already in dsinks as rows without keys: their weight is 1, and their term is dlse.
+        before = 0 if extras.dlse is None else extras.dlse[batch, :, band].double().sum(-1)
+        result.dsinks[:] += (-delta * (sink - lse).exp()).sum(-1).flatten() - before
+
+
+def _dropout(problem: Problem, where: tuple[int, slice, slice], seed: Tensor) -> Tensor:
+    """0 or 1 / (1 - dropout) for each weight of a band, (kv heads, group, queries, keys)."""
+    batch, band, keys = where
+    seeds = seeds_of(seed, len(problem.sequence_table))
+    factor = torch.zeros(problem.heads_q, band.stop - band.start, keys.stop - keys.start, dtype=torch.float64)
+    for number, (q_row, k_row, len_q, len_k) in enumerate(problem.sequences):
+        q_row, k_row = q_row - batch * problem.len_q, k_row - batch * problem.len_k
+        rows = range(max(q_row, band.start), min(q_row + len_q, band.stop))
+        columns = range(max(k_row, keys.start), min(k_row + len_k, keys.stop))
+        if number * problem.batch // len(problem.sequence_table) == batch and rows and columns:
+            key = np.arange(columns.start - k_row, columns.stop - k_row, dtype=np.uint32)
+            for head in range(problem.heads_q):
+                words = row_words(seeds[number], head, rows.start - q_row, len(rows))
+                place = factor[head, rows.start - band.start : rows.stop - band.start]
+                place[:, columns.start - keys.start : columns.stop - keys.start] = torch.from_numpy(
+                    kept(words, key, problem.features.dropout) / (1 - problem.features.dropout)
+                )
+    return factor.view(problem.heads_kv, problem.group, *factor.shape[1:])
 
 
 def _hidden(mask: Mask, intervals: tuple[Tensor, ...], band: slice) -> tuple[slice, Tensor]:

@@ -13,11 +13,12 @@ import torch
 
 import dash_attn
 from dash_attn.backends import Options
+from dash_attn.backends.dropout import kept, row_words
 from dash_attn.prepare import Prepared, prepare
-from dash_attn.problem import CAUSAL, FULL, Problem, window
+from dash_attn.problem import CAUSAL, FULL, Features, Problem, window
 from dash_attn.tools.bench import cases, report, timing
 from dash_attn.tools.bench.measure import Settings, deviation, measure
-from dash_attn.tools.bench.operands import draw_operands, error, exact_part, input_sets
+from dash_attn.tools.bench.operands import draw, draw_extras, draw_operands, error, exact, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours, Way
 from dash_attn.tools.bench.peers import PEERS, insist, peer
 from dash_attn.tools.bench.suites import SUITES
@@ -79,6 +80,27 @@ def test_the_float64_reference_agrees_with_autograd(mask, monkeypatch: pytest.Mo
     assert error(problem, tuple(grads), exact_part(problem, *o[:4])) < 1e-12
     grads[1][0, 0, 0, 0] = float("nan")  # also outside of what float64 covers
     assert np.isnan(error(problem, tuple(grads), exact_part(problem, *o[:4])))
+
+
+def test_the_float64_reference_of_features_agrees_with_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dash_attn.tools.bench.operands.CHUNK", 1)  # bands of 16 rows
+    problem = Problem(2, 4, 2, 50, 40, 8, "float32", mask=CAUSAL, features=Features(1.5, True, 0.25, 6))
+    extras = draw_extras(problem, CPU)
+    dout, *inputs = (x.double() for x in draw(problem, CPU))
+    sinks = extras.sinks.double().requires_grad_()
+    q, k, v = (x.transpose(1, 2).requires_grad_() for x in inputs)
+    scores = 1.5 * (q @ k.repeat_interleave(2, 1).mT * problem.softmax_scale / 1.5).tanh()
+    scores = scores.masked_fill(torch.from_numpy(~CAUSAL.dense(50, 40)), -torch.inf)
+    scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 50, 1)], -1)
+    key = np.arange(40, dtype=np.uint32)
+    keeps = [[kept(row_words(int(extras.seed) + b * 2**32, h, 0, 50), key, 0.25) for h in range(4)] for b in range(2)]
+    out = (scores.softmax(-1)[..., :-1] * torch.from_numpy(np.array(keeps)) / 0.75) @ v.repeat_interleave(2, 1)
+    lse = scores.logsumexp(-1)
+    leaves, given = (q, k, v, sinks), (dout.transpose(1, 2), extras.dlse.double())
+    dq, dk, dv, dsinks = torch.autograd.grad((out, lse), leaves, given)
+    results = (out.transpose(1, 2), lse, *(x.transpose(1, 2) for x in (dq, dk, dv)), dsinks)
+    for mine, theirs in zip(exact(problem, dout, *inputs, extras=extras), results, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-12)
 
 
 def test_inputs_rotate() -> None:

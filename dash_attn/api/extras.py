@@ -1,0 +1,70 @@
+"""Sinks, softcap, dropout and seeds of a call: the features of its problem, and the tensors beside q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dash_attn.api.arguments import DTYPES, check_tensor
+from dash_attn.backends import Extras
+from dash_attn.backends.dropout import SEEDS
+from dash_attn.problem import Features
+
+Seed = int | Sequence[int] | Tensor
+
+
+class Given(NamedTuple):
+    """What the caller gives. `name` is the caller's name of the sinks."""
+
+    softcap: float | None
+    dropout: float | None
+    sinks: Tensor | None
+    seed: Seed | None
+    name: str = "sinks"
+
+    def features(self) -> Features:
+        """The features of the problem, apart from the head dim of v."""
+        numbers: dict[str, object] = {"softcap": self.softcap, "dropout": self.dropout}
+        for name, number in numbers.items():
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+                raise ValueError(f"{name} must be a number, got {number!r}")
+        return Features(float(self.softcap or 0), self.sinks is not None, float(self.dropout or 0))
+
+    def extras(self, q: Tensor) -> Extras:
+        """The checked tensors. Without a seed, dropout draws one."""
+        sinks = self.sinks
+        if sinks is not None:
+            check_tensor(self.name, sinks)
+            check_tensor("q", q)
+            if tuple(sinks.shape) != (q.shape[-2],) or sinks.dtype not in DTYPES or sinks.device != q.device:
+                raise ValueError(
+                    f"{self.name} must have one number for each of the {q.shape[-2]} heads of q, "
+                    f"{', '.join(DTYPES.values())}, on {q.device}; got {tuple(sinks.shape)}, {sinks.dtype}, on "
+                    f"{sinks.device}"
+                )
+            sinks = sinks.to(torch.float32)
+        seed = (drawn_seed() if self.seed is None else seed_of(self.seed)) if self.dropout else None
+        return Extras(sinks, seed)
+
+
+def drawn_seed() -> Tensor:
+    """One number from torch's default generator on the CPU. torch.manual_seed sets it, checkpointing restores it."""
+    return torch.randint(SEEDS - 1, (), dtype=torch.int64, device="cpu")
+
+
+def seed_of(seed: Seed) -> Tensor:
+    """The seed, or the seeds of all sequences, as int64 on the CPU."""
+    if isinstance(seed, Tensor):
+        if seed.ndim > 1 or seed.dtype != torch.int64:
+            raise ValueError(
+                f"seed must be int64, without dimensions or one number for each sequence; got shape "
+                f"{tuple(seed.shape)}, {seed.dtype}"
+            )
+        return seed
+    numbers = [seed] if isinstance(seed, int) else list(seed) if isinstance(seed, Sequence) else [None]
+    if not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < SEEDS for x in numbers):
+        raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or one for each sequence; got {seed!r}")
+    return torch.tensor(seed, dtype=torch.int64, device="cpu")

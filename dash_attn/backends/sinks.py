@@ -1,0 +1,42 @@
+"""The gradient of the sinks: one sum over all rows, the same function for every device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from dash_attn.backends.base import Extras
+from dash_attn.backends.cpu.threads import run_jobs
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> Tensor:
+    """float32 (heads of q): the sum over rows of exp(sink - lse) * (dlse - delta), delta = sum(out * dout).
+
+    The rows are added in pairs, the pairs in pairs, and so on. This order depends on the number of rows alone. On a
+    CPU one thread computes everything, because torch's results can follow the number of its threads.
+    """
+    if out.device.type != "cpu":
+        return _summed(dout, out, lse, extras)
+    results: list[Tensor] = []
+    run_jobs([lambda: results.append(_summed(dout, out, lse, extras))], threads=1)
+    return results[0].clone()  # a thread of run_jobs makes tensors of inference mode
+
+
+def _summed(dout: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> Tensor:
+    sinks, dlse = extras.sinks, extras.dlse
+    assert sinks is not None
+    product = torch.empty(out.shape, dtype=torch.float32, device=out.device).copy_(out).mul_(dout)
+    heads_last = lse.transpose(-1, -2).contiguous()  # (..., rows, heads), as delta
+    terms = product.sum(-1).neg_()
+    if dlse is not None:
+        terms.add_(dlse.transpose(-1, -2))
+    # Without a key and with a sink of -inf, lse is -inf too. Such a row has no weight.
+    weight = heads_last.neg().add_(sinks).exp_().masked_fill_(heads_last == -math.inf, 0.0)
+    terms = terms.mul_(weight).view(-1, len(sinks))
+    while len(terms) > 1:
+        half = -(-len(terms) // 2)
+        terms[: len(terms) - half].add_(terms[half:])
+        terms = terms[:half]
+    return terms.sum(0)  # of one row, or of none
