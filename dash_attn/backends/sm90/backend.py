@@ -142,6 +142,19 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
             f"q has head dim {problem.dim}: on GPUs dash_attn takes multiples of 8 up to {max(HEAD_DIMS)}; "
             + (pad if problem.dim < max(HEAD_DIMS) else "use torch's scaled_dot_product_attention there")
         )
+    features = problem.features
+    if features.dropout:
+        raise NotImplementedError(
+            f"dropout is {features.dropout}: on GPUs dash_attn has none; leave it at 0, or move q, k and v with .cpu()"
+        )
+    if features.dim_v not in (None, problem.dim):
+        raise NotImplementedError(
+            f"v has head dim {features.dim_v}, and q has {problem.dim}: on GPUs dash_attn takes one head dim; pad the "
+            "narrower tensors with zeros (and keep scale at the true dim of q ** -0.5)"
+        )
+    if features.softcap or features.sinks:
+        what = f"softcap is {features.softcap}" if features.softcap else "sinks are given"
+        raise NotImplementedError(f"{what}: on GPUs dash_attn has none; move q, k and v with .cpu()")
     if problem.batch > MOST_BATCHES:
         raise NotImplementedError(
             f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
