@@ -48,7 +48,7 @@ def trace(launch: Launch, operands: Operands, into: Gradients, warm_up: int = 3)
     assert isinstance(launch.tables, DeviceTables), "a pack has no tracing build"
     workspace, buffers = Workspace.of(launch.cfg, operands.q), TraceBuffers.of(launch.tables)
     for _ in range(warm_up + 1):
-        launch(operands, into, workspace, buffers)
+        launch(operands, into, workspace=workspace, buffers=buffers)
     events: npt.NDArray[np.int64] = buffers.events.cpu().numpy()
     return events
 
@@ -93,7 +93,7 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     workspace.dq_sum.zero_()
     buffers = DebugBuffers.of(launch.tables, workspace)
     try:
-        launch(operands, into, workspace, buffers)
+        launch(operands, into, workspace=workspace, buffers=buffers)
         torch.cuda.synchronize(operands.q.device)
     except RuntimeError as error:
         stuck = buffers.stuck()
