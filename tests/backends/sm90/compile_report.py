@@ -115,6 +115,7 @@ def report(kind: str, cfg: KernelConfig) -> dict:
         fences=count("MEMBAR", "GPU"),
         releases=count("REDG", "ADD", "STRONG", "GPU"),
         traps=count("BPT", "TRAP"),
+        tanhs=count("MUFU", "TANH"),
         smem=smem_struct(cfg).size_in_bytes(),
     )
 
