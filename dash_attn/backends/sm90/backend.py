@@ -44,11 +44,7 @@ class Sm90Backend:
         return TileShape(cfg.tile_m, cfg.tile_n)
 
     def forward_provider(self, problem: Problem) -> str:
-        if problem.mask.tiles is not None:
-            return f"none for tile masks: {forwards.OWN_FORWARD}"
-        if problem.mask.rows is not None:
-            return f"none for intervals row by row: {forwards.OWN_FORWARD}"
-        return forwards.choose(problem).label()
+        return forwards.described(problem)
 
     def software(self) -> str:
         from .cache import toolchain
@@ -97,7 +93,8 @@ def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
     cfg = replace(config_of(problem, options), cut=plan.program.geometry.share > 1)
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
-    return Launch(cfg, DeviceTables.of(plan.program, placed, rows, device), problem.softmax_scale)
+    tables = DeviceTables.of(plan.program, placed, rows, device)
+    return Launch(cfg, tables, problem.softmax_scale, problem.features.softcap)
 
 
 def pack_launch_of(pack: Pack, options: Options, device: torch.device) -> Launch:
@@ -121,7 +118,8 @@ def assembled_launch(pack: Pack, made: Assembly, options: Options, device: torch
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {missing}")
     sides = problem.mask.left, problem.mask.right
     cfg = replace(config_of(problem, options), cut=made.sizes.cut, packed=True)
-    return Launch(cfg, PackedTables.of(made, workers, sides, device), problem.softmax_scale)
+    tables = PackedTables.of(made, workers, sides, device)
+    return Launch(cfg, tables, problem.softmax_scale, problem.features.softcap)
 
 
 @lru_cache(None)
@@ -153,6 +151,16 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
             f"q has head dim {problem.dim}: on GPUs dash_attn takes multiples of 8 up to {max(HEAD_DIMS)}; "
             + (pad if problem.dim < max(HEAD_DIMS) else "use torch's scaled_dot_product_attention there")
         )
+    features = problem.features
+    if features.dropout:
+        raise NotImplementedError(
+            f"dropout is {features.dropout}: on GPUs dash_attn has none; leave it at 0, or move q, k and v with .cpu()"
+        )
+    if features.dim_v not in (None, problem.dim):
+        raise NotImplementedError(
+            f"v has head dim {features.dim_v}, and q has {problem.dim}: on GPUs dash_attn takes one head dim; pad the "
+            "narrower tensors with zeros (and keep scale at the true dim of q ** -0.5)"
+        )
     if problem.batch > MOST_BATCHES:
         raise NotImplementedError(
             f"q has batch size {problem.batch}: on GPUs dash_attn takes up to {MOST_BATCHES}; give it parts of the "
@@ -171,5 +179,6 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
     longest = int(problem.sequence_table[:, -1].max(initial=0))  # keys of a sequence
     options = Options() if options is None else options
-    cfg = select(problem.dim, DTYPE_OF[problem.dtype], mask, options.deterministic, longest)
+    capped = features.softcap > 0
+    cfg = select(problem.dim, DTYPE_OF[problem.dtype], mask, options.deterministic, longest, capped)
     return replace(cfg, **dict(options.kernel)) if options.kernel else cfg  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def trace(launch: Launch, operands: Operands, into: Gradients, entries: int) -> 
     buffers = TraceBuffers.of(launch, entries)
     for _ in range(RUNS):
         buffers.events.zero_()  # workers of a pack draw other tickets in each run
-        launch(operands, into, workspace, buffers)
+        launch(operands, into, workspace=workspace, buffers=buffers)
     used = buffers.events[..., STAMPS.index("landed")].any(0).sum()  # rows of entries are used from the first one on
     events: npt.NDArray[np.int64] = buffers.events[:, : 1 + int(used)].cpu().numpy()
     return events
@@ -90,7 +90,7 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     workspace.dq_sum.zero_()
     buffers = DebugBuffers.of(launch.tables, workspace)
     try:
-        launch(operands, into, workspace, buffers)
+        launch(operands, into, workspace=workspace, buffers=buffers)
         torch.cuda.synchronize(operands.q.device)
     except RuntimeError as error:
         stuck = buffers.stuck()

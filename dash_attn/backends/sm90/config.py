@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -66,6 +66,7 @@ class KernelConfig:
     peek: bool = False  # consumers test for the next Q at the end of a task, so that they need not wait for it later
     cut: bool = False  # a chain has one q head of its group: dK and dV are summed in turn over the q heads
     packed: bool = False  # sequences of any lengths lie one after the other; workers draw tickets for their chains
+    softcap: bool = False  # scores s are softcap * tanh(s / softcap); the number itself is an argument of the kernel
     debug: bool = False  # waits end with a report, and every contribution is kept (see device/debug.py); for tests
     trace: bool = False  # every entry gets time stamps (see device/stamps.py)
 
@@ -105,6 +106,17 @@ class KernelConfig:
         if self.dq_split_rows:
             return 64 * self.columns, 64 * self.columns
         return 64 * 64, 64 * (self.columns - 64)
+
+    @property
+    def holds_slopes(self) -> bool:
+        """True if the derivative of the cap is kept in registers between S and dS."""
+        return self.softcap and not self.stores_slopes
+
+    @property
+    def stores_slopes(self) -> bool:
+        """True if the derivative of the cap is kept in shared memory between S and dS. Tiles of 128 queries have no
+        registers left for it."""
+        return self.softcap and self.tile_m == 128
 
     @property
     def last_finishes(self) -> bool:
@@ -177,6 +189,8 @@ class KernelConfig:
             yield f"p_early {self.p_early}: a thread has {words} words of P"
         if self.p_early and not self.delta_ahead:
             yield f"p_early {self.p_early} needs a delta_ahead above 0"
+        if self.p_early and self.stores_slopes:
+            yield f"p_early {self.p_early}: P is rounded together with dS where slopes lie in shared memory"
         for name, ahead in (("lse_ahead", self.lse_ahead), ("delta_ahead", self.delta_ahead)):
             if not 0 <= ahead <= pairs:
                 yield f"{name} {ahead}: a thread has {pairs} pairs"
@@ -189,7 +203,9 @@ class KernelConfig:
 
 
 @lru_cache(maxsize=1024)
-def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0) -> KernelConfig:
+def select(
+    dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0, softcap: bool = False
+) -> KernelConfig:
     """The tuned config for a head dim, dtype, kind of mask and number of keys. The number of keys changes no bits."""
     if dim not in HEAD_DIMS:
         raise ValueError(f"head dim {dim} is not built; multiples of 8 up to {max(HEAD_DIMS)} are")
@@ -198,15 +214,17 @@ def select(dim: int, dtype: str, mask: str, ordered: bool = True, len_k: int = 0
     narrow = dim <= 64
     keys = len_k // 2 if mask == "causal" else len_k
     finish = "last" if ordered and keys < MANY_KEYS[64 if narrow else 128] else "postpass"
-    # All numbers below are measured (docs/experiments.md).
+    # All numbers below are measured without softcap (docs/experiments.md).
     if narrow:
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these
         # hold a part of K, which the products then need not fetch from shared memory. Neighbours in a shift order are
         # one step apart here, and a half tile is handed over faster than a whole one.
-        return KernelConfig(
+        tuned = KernelConfig(
             dim, dtype, mask, ordered, finish, split=True, lse_ahead=2, delta_ahead=2, k_kept=3, peek=True
         )
-    return KernelConfig(dim, dtype, mask, ordered, finish, p_early=12, delta_ahead=3)
+        # Slopes pass through registers on their way to shared memory and back. With K beside them some builds spill.
+        return replace(tuned, softcap=True, k_kept=0) if softcap else tuned
+    return KernelConfig(dim, dtype, mask, ordered, finish, p_early=12, delta_ahead=3, softcap=softcap)
 
 
 # Fields of the two special builds, whose bits are those of the plain one.

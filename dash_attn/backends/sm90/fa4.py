@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import Extras
 from dash_attn.problem import Documents, Problem
 
 from .alignment import maker
@@ -30,11 +31,15 @@ TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
 
 class Noted(NamedTuple):
-    """A compiled kernel, and the arguments after the tensors, which are the same at every call."""
+    """A compiled kernel, and the arguments after the tensors, which are the same at every call.
+
+    The sinks are an exception. They are given at every call, and stand between `others` and `behind`.
+    """
 
     kernel: Callable[..., Any]
     others: tuple[Any, ...]
     make: Callable[[Tensor], Tensor]  # makes `out` like q
+    behind: tuple[Any, ...] = ()
 
 
 class Fa4Forward:
@@ -50,6 +55,9 @@ class Fa4Forward:
             "window_size_right": None if mask.right == 0 else mask.right,
             "return_lse": True,
         }
+        if problem.features.softcap:
+            self.how["softcap"] = problem.features.softcap
+        self._has_sinks = problem.features.sinks
         packed, tokens = mask.documents is not None, problem.batch * problem.len_q
         shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
@@ -57,10 +65,11 @@ class Fa4Forward:
         self._noted: Noted | None = None
         self._can_record = True
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
+        sinks = sinks_of(extras) if self._has_sinks else None
         documents = self.problem.mask.documents
         if documents is None:
-            return self._run(q, k, v)
+            return self._run(q, k, v) if sinks is None else repaired(*self._run(q, k, v, sinks), sinks)
         packed = self._packed
         if packed is None:
             packed = self._packed = Packed.of(self.problem, documents, q.device)
@@ -69,23 +78,30 @@ class Fa4Forward:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
         if packed.spread is not None:
             k, v = packed.copies(k, v)
-        out, lse = self._run(q, k, v)
+        out, lse = self._run(q, k, v, sinks)
         blind = packed.blind
         if blind is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
             out.masked_fill_(blind, 0.0)
-            lse.masked_fill_(blind.flatten(), -math.inf)
+            lse.masked_fill_(blind.flatten(), -math.inf if sinks is None else math.inf)
+        if sinks is not None:
+            out, lse = repaired(out, lse, sinks)
         return unpacked(self.problem, out, lse) if has_batch else (out, lse)
 
-    def _run(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         noted = self._noted
         if noted is None:
-            return self._through_front(q, k, v)
+            return self._through_front(q, k, v, sinks)
         out, lse = noted.make(q), torch.empty_strided(*self.lse_layout, dtype=torch.float32, device=q.device)
-        noted.kernel(q, k, v, out, lse, *noted.others)
+        if sinks is None:
+            noted.kernel(q, k, v, out, lse, *noted.others)
+        else:
+            noted.kernel(q, k, v, out, lse, *noted.others, sinks.contiguous(), *noted.behind)
         return out, lse
 
-    def _through_front(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _through_front(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         how = self.how if self._packed is None else self.how | self._packed.how
+        if sinks is not None:
+            how = how | {"learnable_sink": sinks.contiguous()}
         if not self._can_record or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             out, lse, *_ = entry()(q, k, v, **how)
             return out, lse
@@ -93,6 +109,21 @@ class Fa4Forward:
             out, lse, *_ = entry()(q, k, v, **how)
         self._noted, self._can_record = recorder.note((q, k, v, out, lse), how), False
         return out, lse
+
+
+def sinks_of(extras: Extras | None) -> Tensor:
+    if extras is None or extras.sinks is None:
+        raise ValueError("the problem has sinks, and the call has none")
+    return extras.sinks
+
+
+def repaired(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """lse of rows for which the kernel has none: that of the sink alone.
+
+    The kernel sums exponentials relative to the largest score of a key. Where the sink is 89 above that score, the sum
+    is infinite, and so is lse. The keys have no weight there, and out is 0. Callers mark rows without keys as infinite.
+    """
+    return out, torch.where(lse == math.inf, sinks[:, None], lse)
 
 
 class Packed(NamedTuple):
@@ -179,13 +210,20 @@ class Recorder:
             return None
         kernel, (args, kwargs) = self.calls[0]
         others, callers = args[TENSORS:], {id(value) for value in how.values()}
+        sinks = how.get("learnable_sink")
+        at = [i for i, x in enumerate(others) if sinks is not None and x is sinks]
+        if len(at) != (sinks is not None):
+            return None
         expected = (
             not kwargs
             and all(_is(given, x) for given, x in zip(args, tensors, strict=False))
             and all(x.is_contiguous() for x in tensors[3:])
             and not any(isinstance(x, Tensor) and id(x) not in callers for x in others)
         )
-        return Noted(kernel, others, maker(tensors[0])) if expected and len(args) > TENSORS else None
+        if not expected or len(args) <= TENSORS:
+            return None
+        end = at[0] if at else len(others)
+        return Noted(kernel, others[:end], maker(tensors[0]), others[end + 1 :])
 
 
 def _is(given: object, x: Tensor) -> bool:

@@ -12,16 +12,18 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Forward
+from dash_attn.backends.base import Extras, Forward
 from dash_attn.backends.variables import variable
 from dash_attn.problem import Problem
 
+from . import flex
 from .alignment import Strides, aligned
 from .fa4 import Fa4Forward, entry
 from .packing import Packing, packing_of, unpacked
@@ -62,7 +64,9 @@ class FlashAttention4:
 
     def refuses(self, problem: Problem) -> str | None:
         # attention never asks for one: it gives the same pairs as documents.
-        return f"negative sides are not tested, as in {problem.mask}" if _has_negative_side(problem) else None
+        if _has_negative_side(problem):
+            return f"negative sides are not tested, as in {problem.mask}"
+        return _no_window(problem)
 
     def bound(self, problem: Problem) -> Forward:
         return Fa4Forward(problem)
@@ -87,12 +91,12 @@ class CuDnn:
             return f"torch gives cuDNN full masks and, of equal lengths, causal ones, not {_shape(problem)}"
         if min(problem.len_q, problem.len_k) == 1:
             return "cuDNN wants more than one token"
-        return None
+        return _has_features(problem)
 
     def bound(self, problem: Problem) -> Forward:
         return partial(self.run, problem)
 
-    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, problem.mask.is_causal, False, scale=problem.softmax_scale
@@ -122,12 +126,12 @@ class TorchFlash:
         # position is before the first key.
         if right and right >= max(n for _, n in lengths) and any(m > n for m, n in lengths):
             return f"torch's flash kernel drops a right side of {right} where there are more queries than keys"
-        return None
+        return _no_window(problem) or _has_features(problem)
 
     def bound(self, problem: Problem) -> Forward:
         return partial(self.run, problem)
 
-    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
         mask = problem.mask
         how = {
             "scale": problem.softmax_scale,
@@ -149,30 +153,53 @@ class TorchFlash:
         return out, lse
 
 
-PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), CuDnn(), TorchFlash())
+class Flex:
+    """torch's flex_attention, which is compiled by torch. It takes every mask without documents, and every feature."""
+
+    key = "flex"
+
+    def label(self) -> str:
+        return f"flex_attention (torch {torch.__version__})"
+
+    def missing(self) -> str | None:
+        return None if find_spec("triton") is not None else "flex_attention needs triton, which is not installed"
+
+    def refuses(self, problem: Problem) -> str | None:
+        return flex.refuses(problem)
+
+    def bound(self, problem: Problem) -> Forward:
+        return flex.FlexForward(problem)
+
+
+PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), CuDnn(), TorchFlash(), Flex())
 
 
 def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provider:
     """The provider of a problem, or an error that says for each provider why not."""
-    if problem.mask.tiles is not None:
-        raise NotImplementedError(f"mask has tiles, for which there is no forward on GPUs: {OWN_FORWARD}")
-    if problem.mask.rows is not None:
-        raise NotImplementedError(
-            f"mask has intervals row by row that are no window, for which there is no forward on GPUs: {OWN_FORWARD}"
-        )
+    return considered(problem, providers)[0]
+
+
+def described(problem: Problem) -> str:
+    """The provider of a problem, and why those before it were not chosen."""
+    provider, reasons = considered(problem)
+    return f"{provider.label()} (not {'; '.join(reasons)})" if reasons else provider.label()
+
+
+def considered(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> tuple[Provider, list[str]]:
+    """The provider of a problem, and why not each provider before it; or an error if there is none."""
     if problem.softmax_scale <= 0:  # the libraries take the largest score before they scale it
         raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
     asked = named_provider()
     keys = [provider.key for provider in providers]
     if asked and asked not in keys:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(keys)}, or not set; got {asked!r}")
-    reasons = []
+    reasons: list[str] = []
     for provider in providers:
         if asked and provider.key != asked:
             continue
         reason = provider.missing() or provider.refuses(problem)
         if reason is None:
-            return provider
+            return provider, reasons
         reasons.append(f"{provider.key}: {reason}")
     if asked:
         others = ", ".join(key for key in keys if key != asked)
@@ -181,32 +208,46 @@ def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provi
 
 
 class LibraryForward:
-    """The forward of a problem. Each call chooses the provider. A row that sees no key has out = 0 and lse = -inf."""
+    """The forward of a problem. Each call chooses the provider. A row that sees no key has out = 0 and lse = -inf. With
+    sinks its lse is the sink."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         # By the value of DASH_ATTN_FORWARD and the strides of tensors that need no copy.
         self._bound: dict[tuple[str | None, Strides, Strides, Strides], Forward] = {}
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
         run = self._bound.get((named_provider(), q.stride(), k.stride(), v.stride()))
         if run is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            return self._copied(aligned(q), aligned(k), aligned(v))
-        return run(q, k, v)
+            return self._copied(aligned(q), aligned(k), aligned(v), extras)
+        return run(q, k, v) if extras is None else run(q, k, v, extras)
 
-    def _copied(self, q: Tensor, k: Tensor, v: Tensor) -> Result:
+    def _copied(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None) -> Result:
         """For strides that no call had before, and for copies of tensors with an unsuitable alignment."""
         key = (named_provider(), q.stride(), k.stride(), v.stride())
         run = self._bound.get(key)
         if run is None:
             run = self._bound[key] = choose(self.problem).bound(self.problem)
-        return run(q, k, v)
+        return run(q, k, v, extras)
 
 
 @lru_cache(maxsize=256)
 def has_empty_rows(problem: Problem) -> bool:
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     return bool((lo == hi).any())
+
+
+def _no_window(problem: Problem) -> str | None:
+    """What the mask has beside a window and documents."""
+    if problem.mask.tiles is not None:
+        return "flash kernels take no tile masks"
+    return None if problem.mask.rows is None else "flash kernels take no intervals row by row"
+
+
+def _has_features(problem: Problem) -> str | None:
+    """Which features torch's own kernels do not have."""
+    asked = [name for name in ("softcap", "sinks") if getattr(problem.features, name)]
+    return f"torch's kernels have no {' and no '.join(asked)}" if asked else None
 
 
 def _has_negative_side(problem: Problem) -> bool:
@@ -238,5 +279,6 @@ def _fa4_missing() -> str | None:
             f"flash-attn-4 {installed} is installed and cannot be imported ({error}): mend or remove it, or set "
             f"{VARIABLE}=cudnn or torch"
         ) from error
-    lacking = {"softmax_scale", "causal", "window_size_left", "return_lse", "seqused_k", *Packing._fields} - set(taken)
+    needed = {"softmax_scale", "causal", "window_size_left", "return_lse", "seqused_k", "softcap", "learnable_sink"}
+    lacking = {*needed, *Packing._fields} - set(taken)
     return f"flash-attn-4 {installed} does not take {', '.join(sorted(lacking))}" if lacking else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Gradients, Operands
+from dash_attn.backends.base import Extras, Gradients, Operands
 
 from .alignment import Strides, aligned, fits, maker
-from .cache import kernels
+from .cache import Kernel, kernels, shared, side_kernel
 from .config import KernelConfig
 from .tables import DeviceTables, PackedTables
 from .workspace import Keeper, Room, Workspace, converted
@@ -19,7 +20,7 @@ from .workspace import Keeper, Room, Workspace, converted
 LOG2_E = 1.4426950408889634
 
 
-class Extra(Protocol):
+class Buffers(Protocol):
     """Additional tensors and host addresses for the kernel of a tracing or debug build."""
 
     @property
@@ -32,13 +33,18 @@ class Extra(Protocol):
 class Launch:
     """dQ, dK, dV of softmax(scale Q K^T + mask) V.
 
-    For a small problem the host takes longer than the GPU, so a call does as little as possible.
+    For a small problem the host takes longer than the GPU, so a call does as little as possible. A build with softcap
+    gets its number. Sinks change nothing here: lse includes them.
     """
 
-    def __init__(self, cfg: KernelConfig, tables: DeviceTables | PackedTables, scale: float) -> None:
+    def __init__(
+        self, cfg: KernelConfig, tables: DeviceTables | PackedTables, scale: float, softcap: float = 0.0
+    ) -> None:
+        assert cfg.softcap == (softcap > 0)
         self.cfg, self.tables, self.scale = cfg, tables, scale
         self.prepare, self.main, self.finish, self.finish_kv = kernels(cfg, tables.folds)
-        self.program, self.facts = converted(tables.program), (scale, scale * LOG2_E, *tables.facts)
+        factors = (scale, softcap * LOG2_E, scale / softcap) if softcap else (scale, scale * LOG2_E)
+        self.program, self.facts = converted(tables.program), (*factors, *tables.facts)
         self.clears = tables.clears_dq or tables.clears_dkv or not cfg.ordered
         self.special = cfg.trace or cfg.debug
         self._device = tables.program[0].device
@@ -48,15 +54,21 @@ class Launch:
         self._makers: dict[tuple[Strides, ...], Callable[[Tensor], Tensor]] = {}
         self._streams: set[int] = set()  # streams that have used the tables
 
+    @cached_property
+    def prepare_dlse(self) -> Kernel:
+        """In place of `prepare` if there is a gradient of lse."""
+        return side_kernel("prepare_dlse", shared(self.cfg))
+
     def __call__(
         self,
         operands: Operands,
         into: Gradients | None = None,
+        extras: Extras | None = None,
         workspace: Workspace | None = None,
-        extra: Extra | None = None,
+        buffers: Buffers | None = None,
     ) -> Gradients:
         """Write the gradients to `into` or to new tensors. Tensors with an unsuitable alignment are copied."""
-        if (extra is None) is self.special:
+        if (buffers is None) is self.special:
             raise ValueError("a build that traces or debugs runs through builds.trace or builds.debug, no other does")
         dout, q, k, v, out, lse = operands
         strides: tuple[Strides, ...] = (dout.stride(), q.stride(), k.stride(), v.stride(), out.stride())
@@ -65,16 +77,22 @@ class Launch:
             dq, dk, dv = into
             strides += (dq.stride(), dk.stride(), dv.stride())
             starts |= dq.data_ptr() | dk.data_ptr() | dv.data_ptr()
+        dlse = None if extras is None else dlse_of(extras)
         make = self._makers.get(strides)
         if make is None or starts % 16 or not lse.is_contiguous():
-            return self._copied(operands, into, workspace, extra)
+            return self._copied(operands, into, dlse, workspace, buffers)
         if into is None:
             into = Gradients(make(q), make(k), make(v))
-        self._launch(operands, into, workspace, extra)
+        self._launch(operands, into, dlse, workspace, buffers)
         return into
 
     def _copied(
-        self, operands: Operands, into: Gradients | None, workspace: Workspace | None, extra: Extra | None
+        self,
+        operands: Operands,
+        into: Gradients | None,
+        dlse: Tensor | None,
+        workspace: Workspace | None,
+        buffers: Buffers | None,
     ) -> Gradients:
         """For strides that no call had before, and for tensors that must be copied."""
         dout, q, k, v, out, lse = operands
@@ -83,7 +101,7 @@ class Launch:
             self._makers[strides] = maker(q, k, v)
         inputs = Operands(aligned(dout), aligned(q), aligned(k), aligned(v), aligned(out), lse.contiguous())
         grads = Gradients.room(inputs) if into is None else Gradients(*map(aligned, into))
-        self._launch(inputs, grads, workspace, extra)
+        self._launch(inputs, grads, dlse, workspace, buffers)
         if into is None:
             return grads
         for given, grad in zip(into, grads, strict=True):
@@ -91,7 +109,14 @@ class Launch:
                 given.copy_(grad)
         return into
 
-    def _launch(self, operands: Operands, into: Gradients, workspace: Workspace | None, extra: Extra | None) -> None:
+    def _launch(
+        self,
+        operands: Operands,
+        into: Gradients,
+        dlse: Tensor | None,
+        workspace: Workspace | None,
+        buffers: Buffers | None,
+    ) -> None:
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
@@ -106,15 +131,23 @@ class Launch:
             room = self._workspace.room(workspace, k)
         if self.clears:
             clear(self.cfg, self.tables, into, room)
-        self.prepare((dout, out, lse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
+        if dlse is None:
+            self.prepare((dout, out, lse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
+        else:
+            self.prepare_dlse((dout, out, lse, dlse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
         stats, facts = room.all, self.facts
-        if extra is not None:
-            stats, facts = (*room.ws, *room.sums, *extra.tensors), (*facts, *extra.addresses)
+        if buffers is not None:
+            stats, facts = (*room.ws, *room.sums, *buffers.tensors), (*facts, *buffers.addresses)
         self.main((q, dout, k, v, dq, dk, dv), stats, self.program, facts)
         if self.finish is not None:
             self.finish(room.ws.dq_sum, dq, self.tables.q_tiles, self.scale)
         if self.finish_kv is not None:
             self.finish_kv(room.sums[1], (dv, dk), self.tables.kv_tiles, self.scale)
+
+
+def dlse_of(extras: Extras) -> Tensor | None:
+    """The gradient of lse in the layout that kernels read."""
+    return None if extras.dlse is None else extras.dlse.contiguous()
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, room: Room) -> None:

@@ -75,9 +75,9 @@ class Case:
         if workspace is None:
             launch(self.operands, into)
         elif isinstance(launch, PackedBackward):
-            launch.launch(rows_of(self.operands), Gradients(*(x[0] for x in into)), workspace)
+            launch.launch(rows_of(self.operands), Gradients(*(x[0] for x in into)), workspace=workspace)
         else:
-            launch(self.operands, into, workspace)
+            launch(self.operands, into, workspace=workspace)
 
     def differing(self, prepared: Prepared, runs: int) -> int:
         """Gradients that did not repeat, of `runs` runs. Compared on the device: runs follow without a pause."""

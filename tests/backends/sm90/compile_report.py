@@ -1,7 +1,7 @@
 """Compiles configs for sm_90a without a GPU and prints facts about their machine code, a line of JSON each.
 
 An argument names a kernel and the arguments of `select`: kind,dim,dtype,mask,ordered,keys. A further ",debug",
-",trace", ",cut" or ",packed" asks for that build.
+",trace", ",cut", ",packed" or ",softcap" asks for that build.
 
     python tests/backends/sm90/compile_report.py main,128,bf16,causal,1,0 finish,64,fp16,full,1,4096
 """
@@ -29,12 +29,12 @@ from dash_attn.backends.sm90.config import DEBUG, TRACE, KernelConfig, select
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
 
-FIELDS = {"debug": dict(DEBUG), "trace": dict(TRACE), "cut": {"cut": True}, "packed": {"packed": True}}  # of a build
+FIELDS = {"debug": dict(DEBUG), "trace": dict(TRACE), **{name: {name: True} for name in ("cut", "packed", "softcap")}}
 
 
 def config_of(name: str) -> tuple[str, KernelConfig]:
     kind, dim, dtype, mask, ordered, keys, *builds = name.split(",")
-    cfg = select(int(dim), dtype, mask, ordered == "1", int(keys))
+    cfg = select(int(dim), dtype, mask, ordered == "1", int(keys), "softcap" in builds)
     for build in builds:
         cfg = replace(cfg, **FIELDS[build])
     return kind, cfg
@@ -115,6 +115,7 @@ def report(kind: str, cfg: KernelConfig) -> dict:
         fences=count("MEMBAR", "GPU"),
         releases=count("REDG", "ADD", "STRONG", "GPU"),
         traps=count("BPT", "TRAP"),
+        tanhs=count("MUFU", "TANH"),
         smem=smem_struct(cfg).size_in_bytes(),
     )
 

@@ -227,12 +227,17 @@ class Consumer(RoleModel):
             yield from self.wait("v_full", 0, chain & 1)
         yield from self.wait("do_full", stage, phase)
         assert cta.do[stage] == label and (cta.k, cta.v) == (chain, chain), "dO of another task"
+        if cfg.stores_slopes:
+            yield from self.await_ds_buffers(entry)
+            cta.ds[stage, self.wg] = ("slopes", task)
         if cfg.p_early:
             yield from self.await_ds_buffers(entry)
         yield "step"
         if entry.ends:
             self.leave("v_empty")
-        if not cfg.p_early:
+        if cfg.stores_slopes:
+            assert cta.ds[stage, self.wg] == ("slopes", task), "the slopes were overwritten"
+        if not cfg.p_early and not cfg.stores_slopes:
             yield from self.await_ds_buffers(entry)
         cta.ds[stage, self.wg] = ("ds", task)
         self.leave("ds_full", stage)

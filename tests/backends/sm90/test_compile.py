@@ -39,9 +39,14 @@ GROUPS |= {
     for dim in (64, 128)
     for how in PACKED
 }
+GROUPS["softcap 64"] = [
+    f"main,64,{how}" for how in ("bf16,full,1,0,softcap", "fp16,causal,1,0,softcap,cut", "bf16,interval,1,0,softcap")
+]
+GROUPS["softcap 128"] = ["main,128,bf16,causal,1,0,softcap", "main,128,bf16,interval,1,8192,softcap,packed,cut"]
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,packed" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,{how}" for kind in ("prepare", "finish_kv") for dim in (64, 80) for how in CUT]
+SIDE += ["prepare_dlse,80,fp16,full,1,0", "prepare_dlse,64,bf16,full,1,0,packed,cut"]
 SIDE += [f"spread,{dim},{dtype},full,1,0,packed" for dim, dtype in ((8, "bf16"), (80, "fp16"), (128, "bf16"))]
 SIDE += [f"fold_kv,{dim},{dtype},full,1,0,packed,cut" for dim, dtype in ((64, "bf16"), (80, "fp16"), (128, "bf16"))]
 
@@ -75,6 +80,7 @@ def test_main_kernels(group):
         assert (r["polls"], r["releases"]) == (polls, turns), name
         assert (r["fences"] > 0) == (turns > 0), f"{name}: release at gpu scope is a fence and a plain add"
         assert r["traps"] == int(cfg.debug), name
+        assert r["tanhs"] == (cfg.tile_m // 2 if cfg.softcap else 0), f"{name}: one for each score of a thread"
         assert r["smem"] == plan(cfg).total <= SMEM_LIMIT, name
 
 

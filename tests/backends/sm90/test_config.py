@@ -25,6 +25,7 @@ IDS = [f"d{c.dim}-{c.dtype}-{c.mask}-{'ordered' if c.ordered else 'any'}-{c.fini
 
 def test_shipped_configs_differ():
     assert len(set(CONFIGS)) == len(CONFIGS) == 36, "a config is its own cache key"
+    assert not any(cfg.softcap for cfg in CONFIGS)
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=IDS)

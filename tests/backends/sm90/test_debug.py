@@ -37,7 +37,7 @@ def debugged(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> build
 
 
 def test_contributions_are_kept_by_plane_tile_turn_and_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = debugged(monkeypatch, lambda *given: None)
+    kept = debugged(monkeypatch, lambda *given, **how: None)
     assert kept.contributions.shape == (2, 4, 3, 64 * 128) and kept.contributions.isnan().all()
     assert kept.dq_sum.shape == (2, 4, 64 * 128)
 
@@ -45,8 +45,8 @@ def test_contributions_are_kept_by_plane_tile_turn_and_half(monkeypatch: pytest.
 def test_who_waits_for_what_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     row = dict(stuck=1, worker=2, writer=1, entry=7, q_tile=3, plane=1, wanted=4, seen=2)
 
-    def trap(*args: object) -> None:
-        args[-1].reports[2, 1] = torch.tensor([row[name] for name in REPORT])
+    def trap(*args: object, **how: builds.DebugBuffers) -> None:
+        how["buffers"].reports[2, 1] = torch.tensor([row[name] for name in REPORT])
         raise RuntimeError("unspecified launch failure")
 
     says = r"not come:\n  worker 2, writer 1, entry 7: q tile 3 of plane 1 at turn 2, waits for 4$"
@@ -55,7 +55,7 @@ def test_who_waits_for_what_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_other_failures_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
+    def fail(*args: object, **how: object) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match=r"^out of memory"):

@@ -13,14 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.nn.functional import pad
 
+from dash_attn.backends.base import Extras
 from dash_attn.backends.cpu.forward import forward
-from dash_attn.backends.sm90 import fa4, forwards
+from dash_attn.backends.sm90 import fa4, flex, forwards
 from dash_attn.backends.sm90.config import PIECE_ROWS, Piece
-from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Packing, Provider, TorchFlash, choose
+from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Flex, Packing, Provider, TorchFlash, choose
 from dash_attn.backends.sm90.packing import packing_of, spread_of, spread_pieces
-from dash_attn.problem import CAUSAL, FULL, Documents, Mask, Problem, documents, intervals, tiles, window
+from dash_attn.problem import CAUSAL, FULL, Documents, Features, Mask, Problem, documents, intervals, tiles, window
+from tests.backends.sm90.featured import attend
 from tests.strategies import examples
 
 DOCUMENTS = documents([0, 20, 20, 50], [0, 10, 25, 40], causal=True)
@@ -43,12 +46,14 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Which providers this machine is taken to have; all, to begin with."""
-    found = {"fa4", "cudnn", "torch"}
-    for kind in (FlashAttention4, CuDnn):
+    found = {"fa4", "cudnn", "torch", "flex"}
+    for kind in (FlashAttention4, CuDnn, Flex):
         monkeypatch.setattr(kind, "missing", lambda self: None if self.key in found else f"{self.key} is not installed")
     return found
 
 
+EVERY = {"fa4", "cudnn", "flex"}
+CAPPED, SINKS, BOTH = Features(softcap=30.0), Features(sinks=True), Features(softcap=30.0, sinks=True)
 # Problem, what is installed, who runs it.
 CHOICES = [
     (posed(), {"fa4", "cudnn"}, "fa4"),
@@ -63,6 +68,15 @@ CHOICES = [
     (posed(), set(), "torch"),
     (posed(window(3, 10)), set(), "torch"),
     (posed(window(3, 100), 40, 40), set(), "torch"),
+    (posed(window(3, 100)), {"flex"}, "flex"),  # more queries than keys
+    (posed(tiles([[1]], 64, 64)), EVERY, "flex"),
+    (posed(intervals([0] * 50, [9] * 50)), EVERY, "flex"),
+    (posed(features=CAPPED), EVERY, "fa4"),
+    (posed(features=SINKS), EVERY, "fa4"),
+    (posed(DOCUMENTS, features=BOTH), EVERY, "fa4"),
+    (posed(features=CAPPED), {"cudnn", "flex"}, "flex"),
+    (posed(CAUSAL, features=SINKS), {"cudnn", "flex"}, "flex"),
+    (posed(intervals([0] * 50, [9] * 50), features=BOTH), EVERY, "flex"),
 ]
 
 
@@ -72,7 +86,7 @@ def test_chosen(problem: Problem, there: set[str], chosen: str, installed: set[s
     assert choose(problem).key == chosen
 
 
-@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch"])
+@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch", "flex"])
 def test_the_environment_is_read_at_the_call(key: str, installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(posed()).key == "fa4"
     monkeypatch.setenv(forwards.VARIABLE, key)
@@ -80,13 +94,17 @@ def test_the_environment_is_read_at_the_call(key: str, installed: set[str], monk
 
 
 REFUSED = [
-    (posed(), "fa3", ValueError, ["DASH_ATTN_FORWARD must be one of fa4, cudnn, torch", "'fa3'"]),
-    (posed(), "fa4", NotImplementedError, ["DASH_ATTN_FORWARD=fa4", "not installed", "cudnn, torch"]),
-    (posed(DOCUMENTS), "cudnn", NotImplementedError, ["DASH_ATTN_FORWARD=cudnn", "documents(3)", "fa4, torch"]),
+    (posed(), "fa3", ValueError, ["DASH_ATTN_FORWARD must be one of fa4, cudnn, torch, flex", "'fa3'"]),
+    (posed(), "fa4", NotImplementedError, ["DASH_ATTN_FORWARD=fa4", "not installed", "cudnn, torch, flex"]),
+    (posed(DOCUMENTS), "cudnn", NotImplementedError, ["DASH_ATTN_FORWARD=cudnn", "documents(3)", "fa4, torch, flex"]),
     (posed(window(3, 100)), "torch", NotImplementedError, ["right side of 100", "more queries than keys"]),
-    (posed(window(3, 100)), None, NotImplementedError, ["fa4: ", "cudnn: ", "torch: ", "dash_attn.backward"]),
-    (posed(tiles([[1]], 64, 64)), None, NotImplementedError, ["mask has tiles", "dash_attn.backward"]),
-    (posed(intervals([0] * 50, [9] * 50)), None, NotImplementedError, ["row by row", "dash_attn.backward"]),
+    (posed(window(3, 100)), None, NotImplementedError, ["fa4: ", "cudnn: ", "torch: ", "flex: ", "dash_attn.backward"]),
+    (posed(tiles([[1]], 64, 64)), None, NotImplementedError, ["torch: flash kernels take no tile masks"]),
+    (posed(intervals([0] * 50, [9] * 50)), "torch", NotImplementedError, ["row by row", "fa4, cudnn, flex"]),
+    (posed(features=BOTH), "cudnn", NotImplementedError, ["no softcap and no sinks", "fa4, torch, flex"]),
+    (posed(features=SINKS), "torch", NotImplementedError, ["have no sinks", "fa4, cudnn, flex"]),
+    (posed(DOCUMENTS), "flex", NotImplementedError, ["other bits in another pack"]),
+    (posed(dim=8), "flex", NotImplementedError, ["head dims from 16 on"]),
     (posed(scale=-1.0), None, NotImplementedError, ["scale must be above 0", "-1.0", "dash_attn.backward"]),
 ]
 
@@ -100,7 +118,7 @@ def test_refused(
     installed: set[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    installed.discard("fa4")
+    installed -= {"fa4"} if asked else {"fa4", "flex"}
     if asked:
         monkeypatch.setenv(forwards.VARIABLE, asked)
     with pytest.raises(kind) as caught:
@@ -158,6 +176,8 @@ def flash(
     window_size_right: int | None = None,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    softcap: float | None = None,
+    learnable_sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, None]:
     """As FlashAttention 4's forward."""
     assert return_lse and (cu_seqlens_q is None) == (q.ndim == 4)
@@ -171,8 +191,10 @@ def flash(
         mask &= documents(cu_seqlens_q, cu_seqlens_k)
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     batch, len_q, heads, dim = q.shape
-    problem = Problem(batch, heads, k.shape[2], len_q, k.shape[1], dim, "float32", softmax_scale, mask)
-    out, lse = forward(problem, q, k, v)
+    features = Features(softcap=softcap or 0.0, sinks=learnable_sink is not None)
+    sizes = batch, heads, k.shape[2], len_q, k.shape[1], dim
+    problem = Problem(*sizes, "float32", softmax_scale, mask, features=features)
+    out, lse = (x.float() for x in attend(problem, q, k, v, learnable_sink))
     return (out, lse, None) if cu_seqlens_q is None else (out[0], lse[0], None)
 
 
@@ -213,6 +235,8 @@ def spread_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fa4, "entry", lambda: flash)
+    monkeypatch.setattr(flex, "compiled", lambda shape: flex.run)
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", aten_flash, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention", aten_cudnn, "CPU")
@@ -228,6 +252,12 @@ PROBLEMS = [
     posed(window(5, 0)),
     posed(DOCUMENTS),
     posed(DOCUMENTS & window(4, 2)),
+    posed(CAUSAL, features=CAPPED),
+    posed(window(5, 3), features=SINKS),
+    posed(DOCUMENTS & window(4, 2), features=BOTH),
+    posed(intervals([row % 40 for row in range(50)], [row * 7 % 45 for row in range(50)])),
+    posed(intervals([0] * 50, [row * 7 % 45 for row in range(50)]), features=BOTH),
+    posed(tiles([[1, 0, 1], [0, 0, 1], [0, 0, 0]], 20, 16) & CAUSAL),
 ]
 
 
@@ -244,15 +274,19 @@ def test_called_as_documented(
     q = torch.randn(2, problem.len_q, 4, 16)
     k, v = (torch.randn(2, problem.len_k, 2, 16) for _ in range(2))
     run = forwards.LibraryForward(problem)
-    want, want_lse = forward(problem, q, k, v)
-    out, lse = run(q, k, v)
-    assert lse.shape == (2, 4, problem.len_q) and lse.dtype == torch.float32 and lse.is_contiguous()
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(lse, want_lse)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 200.0]) if problem.features.sinks else None
+    want, want_lse = (x.float() for x in attend(problem, q, k, v, sinks))
+    for _ in range(2):
+        out, lse = run(q, k, v, Extras(sinks=sinks)) if problem.features.sinks else run(q, k, v)
+        assert lse.shape == (2, 4, problem.len_q) and lse.dtype == torch.float32 and lse.is_contiguous()
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(lse, want_lse)
 
 
 @pytest.mark.parametrize("mask", [Mask(3, -2), Mask(-2, None)], ids=str)
 def test_negative_sides_come_as_documents(mask: Mask, installed: set[str]) -> None:
+    assert choose(posed(mask)).key == "flex"
+    installed.discard("flex")
     with pytest.raises(NotImplementedError, match=r"fa4: negative sides .* torch: torch's flash kernel takes negative"):
         choose(posed(mask))
     assert choose(posed(mask.without_negative_sides(50, 40))).key == "fa4"

@@ -50,7 +50,7 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch"])
+@pytest.mark.parametrize("key", ["fa4", "cudnn", "torch", "flex"])
 @pytest.mark.parametrize("how", FORWARDS.values(), ids=FORWARDS)
 @pytest.mark.parametrize("lengths", [(1000, 1000), (700, 1000), (1000, 700)], ids=str)
 def test_every_forward_agrees_with_the_cpu_and_repeats(

@@ -56,7 +56,7 @@ def test_queries_and_sums(dim: int, finish: str) -> None:
     workspace = Workspace.of(launch.cfg, operands.q)
     assert workspace.dq_sum.numel() > MANY
     poison(workspace, into)
-    launch(operands, into, workspace)
+    launch(operands, into, workspace=workspace)
     assert int(changed((into.dq[:, -tokens:], into.dk, into.dv), want)) == 0
     assert not bool(into.dq[:, :-tokens].any())
 

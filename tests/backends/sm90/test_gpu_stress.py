@@ -61,7 +61,7 @@ def test_beside_other_work(problem: Problem) -> None:
         for _ in range(300):
             load.queue()
             poison(workspace, into)
-            launch(case.operands, into, workspace)
+            launch(case.operands, into, workspace=workspace)
             count += changed(into, alone)
         assert int(count) == 0
         torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def test_in_a_graph(problem: Problem) -> None:
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        launch(held, into, workspace)
+        launch(held, into, workspace=workspace)
     count = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for i in range(100):
         for x, given in zip(held, (first, second)[i % 2].operands, strict=True):

@@ -29,6 +29,7 @@ from tests.backends.sm90.worker_model import Chain, Cta, Task
 
 DEVICE = Path(barriers.__file__).parent / "device"
 PLAIN = select(128, "bf16", "full")
+CAPPED = select(64, "bf16", "full", softcap=True)
 
 
 def chains_of(program, rows):
@@ -59,7 +60,8 @@ def test_random_programs(seed):
     workers = max(verified.co_resident, rng.randrange(1, 9))
     early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
     how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8, cut=cut, packed=packed)
-    cfg = dataclasses.replace(PLAIN, finish=rng.choice(["last", "postpass"]), **how, **early)
+    finish = rng.choice(["last", "postpass"])
+    cfg = dataclasses.replace(CAPPED if seed % 4 == 0 else PLAIN, finish=finish, **how, **early)
     counters = {}
     if packed:  # one queue, from which workers take chains in launch order
         queue = chains_of(program, program.launch)
@@ -84,6 +86,16 @@ def test_empty_chains_back_to_back():
 def test_a_wrong_turn_is_noticed():
     with pytest.raises(AssertionError, match="deadlock"):
         run([Cta(PLAIN, [Chain(0, [Task(0, 1, False)])], {})], random.Random(0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slopes_wait_for_the_dk_of_the_chain_before(seed, monkeypatch):
+    """Slopes lie in the dS buffers, where dK of the chain before may still lie."""
+    chains = [Chain(n, [Task((n, q), 0, True) for q in range(2)]) for n in range(6)]
+    run([Cta(CAPPED, chains, {})], random.Random(seed))
+    monkeypatch.setattr(protocol.Consumer, "await_ds_buffers", lambda self, entry: iter(()))
+    with pytest.raises(AssertionError):
+        run([Cta(CAPPED, chains, {})], random.Random(seed))
 
 
 def worker(**changes):

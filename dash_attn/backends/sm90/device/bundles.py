@@ -77,6 +77,7 @@ class Facts(NamedTuple):
     tickets: Any = ()  # of a pack: one for each bundle of each panel of each sequence
     left: Any = ()  # of a pack with mask "interval": how far a query sees before and after its position
     right: Any = ()
+    inner: Any = ()  # with softcap: scale / softcap. scale_log2 is then softcap * log2(e)
 
 
 def element(cfg: KernelConfig):

@@ -73,7 +73,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
     q, dq, do = [heads_tensor(cfg, batch, sq, hq) for _ in range(3)]
     k, v, dk, dv = [heads_tensor(cfg, batch, sk, hk) for _ in range(4)]
     stats = stats_of(cfg, planes, n_q, padded)
-    facts = (Float32(1.0), Float32(1.0))
+    facts = (Float32(1.0),) * (3 if cfg.softcap else 2)
     if cfg.cut or cfg.packed:
         stats = (*stats, words())
     if cfg.cut:
@@ -117,14 +117,22 @@ def compile_main(cfg: KernelConfig, options: str = ""):
 
 
 def compile_prepare(cfg: KernelConfig, options: str = ""):
+    return _prepare(cfg, False, options)
+
+
+def compile_prepare_dlse(cfg: KernelConfig, options: str = ""):
+    return _prepare(cfg, True, options)
+
+
+def _prepare(cfg: KernelConfig, with_dlse: bool, options: str):
     from .prepare import Prepare
 
     batch, sq, hq, planes, n_q, padded = symbols(6)
-    lse = rows_of(Float32, (hq, sq) if cfg.packed else (batch, hq, sq), 4)
-    inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), lse)
+    logs = [rows_of(Float32, (hq, sq) if cfg.packed else (batch, hq, sq), 4) for _ in range(1 + with_dlse)]
+    inputs = (heads_tensor(cfg, batch, sq, hq), heads_tensor(cfg, batch, sq, hq), *logs)
     stats = stats_of(cfg, planes, n_q, padded)
     extra = (words(), *tiles(cfg)) if cfg.cut or cfg.packed else ()
-    return cute.compile(Prepare(cfg), inputs, stats, extra, stream(), options=f"{OPTIONS} {options}")
+    return cute.compile(Prepare(cfg, with_dlse), inputs, stats, extra, stream(), options=f"{OPTIONS} {options}")
 
 
 def compile_finish(cfg: KernelConfig, options: str = ""):
@@ -165,6 +173,7 @@ def compile_spread(cfg: KernelConfig, options: str = ""):
 COMPILERS = {
     "main": compile_main,
     "prepare": compile_prepare,
+    "prepare_dlse": compile_prepare_dlse,
     "finish": compile_finish,
     "finish_kv": compile_finish_kv,
     "fold_kv": compile_fold_kv,

@@ -4,6 +4,7 @@ Consumers read no table. Shared memory tells them which tile a stage holds, how 
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import cutlass
 import cutlass.cute as cute
@@ -15,7 +16,16 @@ from ..cta import CONSUMER_THREADS, WARPGROUP
 from ..smem_plan import Info, TaskEntry
 from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
-from .pointwise import ColumnPairs, exponentiate, mask_probabilities, score_gradient
+from .pointwise import (
+    ColumnPairs,
+    cap,
+    exponentiate,
+    exponentiate_capped,
+    mask_probabilities,
+    round_with_slopes,
+    score_gradient,
+    slopes16,
+)
 from .ptx import fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
 from .tasks import (
@@ -121,26 +131,47 @@ class Consumer:
         # the fastest of 120 orders that were timed, by 2-4 % (docs/experiments.md).
         if const_expr(cfg.p_early):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
-        exponentiate(s, lse, cta.facts.scale_log2)
-        p16 = cute.make_rmem_tensor_like(s, element(cfg))
-        gemms.round_now(s, p16, cfg.p_early)
+        if const_expr(cfg.softcap):
+            cap(s, cta.facts.inner)
+        if const_expr(cfg.stores_slopes):
+            self.await_ds_buffers(flags, odd)
+            gemms.write_ds(slopes16(cfg, s), stage)
+            cute.arch.sync_warp()  # a lane reads slopes of other lanes of its warp
+        if const_expr(cfg.holds_slopes):
+            p16 = exponentiate_capped(cfg, s, lse, cta.facts.scale_log2)
+        else:
+            exponentiate(s, lse, cta.facts.scale_log2)
+            p16 = cute.make_rmem_tensor_like(s, element(cfg))
+            gemms.round_now(s, p16, cfg.p_early)
         if (flags & PARTIAL) != 0:
             tile = entry_word(cta, entry, TaskEntry.Q_TILE), info_word(cta, odd, Info.KV_TILE)
-            mask_probabilities(cta, s, tile, lengths(cta, odd), thread)
-            gemms.round_now(s, p16, cfg.p_early)
-        gemms.round_rest(s, p16, cfg.p_early)
+            if const_expr(cfg.holds_slopes):
+                mask_probabilities(cta, (p16, s), tile, lengths(cta, odd), thread)
+            else:
+                mask_probabilities(cta, (s,), tile, lengths(cta, odd), thread)
+                gemms.round_now(s, p16, cfg.p_early)
+        if const_expr(not cfg.softcap):
+            gemms.round_rest(s, p16, cfg.p_early)
         if const_expr(cfg.p_early):
             self.await_ds_buffers(flags, odd)
         else:
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         # (3) dS
         warpgroup.wait_group(0)
+        ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
+        if const_expr(cfg.stores_slopes):
+            # The branch between the halves keeps the compiler from mixing them, for which it has no registers.
+            pairs = iter(delta)
+            round_with_slopes(gemms, (s, dp), (p16, ds16), stage, islice(pairs, cfg.tile_m // 16))
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)
-        score_gradient(dp, s, delta)
-        ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
-        gemms.round_now(dp, ds16, cute.size(dp) // 2)
-        if const_expr(not cfg.p_early):
+        if const_expr(cfg.stores_slopes):
+            round_with_slopes(gemms, (s, dp), (p16, ds16), stage, pairs)
+            cute.arch.sync_warp()  # dS takes the place of the slopes, which all lanes have read
+        else:
+            score_gradient(dp, s, delta)
+            gemms.round_now(dp, ds16, cute.size(dp) // 2)
+        if const_expr(not cfg.p_early and not cfg.stores_slopes):
             self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
         # (4) dV. Issued before dS is computed, it makes the kernel 8 % slower.

@@ -18,6 +18,7 @@ from .bundles import Cta, element
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+PAIR = {"bf16": "bf16x2", "fp16": "f16x2"}  # two numbers in a word
 
 
 def tiled_mma(cfg: KernelConfig, a_from, b_major, inst_n: int, groups):
@@ -50,6 +51,7 @@ class Gemms:
     ds_dst: Any  # its destination
     store_grad: Any  # copy of one warpgroup's 64 rows of dK or dV
     store_dq: Any  # copy of one warpgroup's part of finished dQ
+    load_ds: Any  # the inverse of store_ds: a lane has the same addresses in both
 
     @staticmethod
     def bind(cta: Cta, wg, thread) -> "Gemms":
@@ -64,6 +66,7 @@ class Gemms:
             return cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=t, num_matrices=4), element(cfg))
 
         store_ds = cute.make_tiled_copy_C(stmatrix(True), score)
+        ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), element(cfg))
         one = (1, 1, 1)
         return Gemms(
             cfg,
@@ -83,6 +86,7 @@ class Gemms:
             ds_dst=store_ds.get_slice(thread).partition_D(transposed(v.ds)),
             store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
             store_dq=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, SMEM, MN_MAJOR, 64, one)),
+            load_ds=cute.make_tiled_copy_C(ldmatrix, score),
         )
 
     def keep_k(self, k, thread):
@@ -118,13 +122,9 @@ class Gemms:
 
     def round_now(self, acc, half, count: int):
         """Rounds the first `count` words at this point. The compiler moves a plain conversion to its first use."""
-        words, kind = cute.recast_tensor(half, Int32), {"bf16": "bf16x2", "fp16": "f16x2"}[self.cfg.dtype]
+        words = cute.recast_tensor(half, Int32)
         for i in range(count):
-            words[i] = cute.arch.inline_ptx(
-                f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-                write_only_types=[Int32],
-                read_only_args=[acc[2 * i + 1], acc[2 * i]],
-            )
+            words[i] = rounded_pair(PAIR[self.cfg.dtype], acc[2 * i], acc[2 * i + 1])
 
     def round_rest(self, acc, half, count: int):
         """Rounds all words but the first `count`."""
@@ -160,6 +160,18 @@ class Gemms:
 
     def write_ds(self, ds, buffer):
         cute.copy(self.store_ds, self.store_ds.retile(ds), self.ds_dst[None, None, None, buffer])
+
+    def read_ds(self, half, buffer, piece: int):
+        """Reads elements 8 * piece .. 8 * piece + 7 of what write_ds has written."""
+        src, dst = self.ds_dst[None, None, None, buffer], self.load_ds.retile(half)
+        cute.copy(self.load_ds, src[(None, piece), None, None], dst[(None, piece), None, None])
+
+
+def rounded_pair(kind: str, low, high):
+    """Two numbers rounded to 16 bits, in one word."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def issue(mma, acc, a, b, accumulate, steps: int = 0):

@@ -26,8 +26,8 @@ class BackwardSm90:
         stats: lse, delta, dq_sum, counters; then `words` for packs and cut chains; then kv_sum for cut chains; then
         contributions in a debug build, or events in a tracing build
         tables: those of Tables, then row_lo and row_hi; for a pack those of PackTables
-        facts: scale, scale_log2; then for a pack workers, tickets and the sides of the window; then in a debug build
-        the address of the reports
+        facts: scale, scale_log2; then inner with softcap; then for a pack workers, tickets and the sides of the window;
+        then in a debug build the address of the reports
         """
         cfg = self.cfg
         q, do, k, v, dq, dk, dv = [described(cfg, batched(cfg, t)) for t in tensors]
@@ -35,6 +35,7 @@ class BackwardSm90:
         words, extra = (extra[0], extra[1:]) if cfg.cut or cfg.packed else ((), extra)
         kv_sum, extra = (extra[0], extra[1:]) if cfg.cut else ((), extra)
         scale, scale_log2, *others = facts
+        inner, others = (others[0], others[1:]) if cfg.softcap else ((), others)
         if const_expr(cfg.packed):
             workers, tickets, left, right, *reports = others
             tables, row_lo, row_hi = PackTables(*tables), (), ()
@@ -69,7 +70,8 @@ class BackwardSm90:
             events=extra[0] if cfg.trace else (),
         )
         group = q.shape[2] // k.shape[2]
-        facts = Facts(scale, scale_log2, q.shape[0], k.shape[0], group, q.shape[2], k.shape[2], tickets, left, right)
+        sizes = q.shape[0], k.shape[0], group, q.shape[2], k.shape[2]
+        facts = Facts(scale, scale_log2, *sizes, tickets, left, right, inner)
         # A cooperative launch fails unless all workers are resident at once, so no turn waits for an absent worker.
         self.kernel(streams, tables, facts).launch(
             grid=[workers, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, cooperative=True

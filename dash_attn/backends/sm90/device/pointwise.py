@@ -11,7 +11,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from ..config import KernelConfig
 from ..cta import TILE_N, WARP
+from .bundles import element
+from .gemms import PAIR, rounded_pair
+from .ptx import fp16_pair
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,69 @@ def score_gradient(dp, p, delta: ColumnPairs):
                 dp[i] = p[i] * (dp[i] - pair[c])
 
 
+def cap(s, inner):
+    """s = tanh(s * inner), in place. The instruction has a relative error of 2^-11. The forward of FlashAttention-4 has
+    the same instruction, so P is what that forward had."""
+    for i in range(cute.size(s)):
+        s[i] = cute.math.tanh(s[i] * inner, fastmath=True)
+
+
+def slope(t):
+    """The derivative of the cap, from t = tanh."""
+    return Float32(1.0) - t * t
+
+
+def exponentiate_capped(cfg: KernelConfig, t, lse: ColumnPairs, outer):
+    """P = exp2(t * outer - lse). Returns P in 16 bits. t becomes P times its slope, in place.
+
+    dV needs P in 16 bits, and dS needs P only together with the slope. So the slopes take no registers of their own.
+    """
+    p16 = cute.make_rmem_tensor_like(t, element(cfg))
+    words = cute.recast_tensor(p16, Int32)
+    for j, pair in lse:
+        for h in range(2):
+            i = 2 * h + 4 * j
+            p = [cute.math.exp2(t[i + c] * outer - pair[c], fastmath=True) for c in range(2)]
+            words[i // 2] = rounded_pair(PAIR[cfg.dtype], *p)
+            t[i], t[i + 1] = [p[c] * slope(t[i + c]) for c in range(2)]
+    return p16
+
+
+def slopes16(cfg: KernelConfig, t):
+    """The slopes in fp16, as bits of the element type."""
+    slopes = cute.make_rmem_tensor_like(t, element(cfg))
+    words = cute.recast_tensor(slopes, Int32)
+    for i in range(cute.size(words)):
+        words[i] = rounded_pair(PAIR["fp16"], slope(t[2 * i]), slope(t[2 * i + 1]))
+    return slopes
+
+
+def round_with_slopes(gemms, scores, rounded, stage, pairs):
+    """P and dS = P * slope * (dP - delta) in 16 bits, for some pairs of delta, an even number of them.
+
+    `scores` are P and dP. The slopes lie in the dS buffer of this stage.
+    """
+    p, dp = scores
+    p_words, ds_words = [cute.recast_tensor(x, Int32) for x in rounded]
+    slopes, kind = cute.make_rmem_tensor_like(dp, element(gemms.cfg)), PAIR[gemms.cfg.dtype]
+    words = cute.recast_tensor(slopes, Int32)
+    for j, pair in pairs:
+        if j % 2 == 0:
+            gemms.read_ds(slopes, stage, j // 2)
+        for h in range(2):
+            i = 2 * h + 4 * j
+            factors = fp16_pair(words[i // 2])
+            ds = [p[i + c] * factors[c] * (dp[i + c] - pair[c]) for c in range(2)]
+            p_words[i // 2] = rounded_pair(kind, p[i], p[i + 1])
+            ds_words[i // 2] = rounded_pair(kind, *ds)
+
+
 @cute.jit
 def mask_probabilities(cta, p, tile, lengths, thread):
     """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile), `lengths` are those of the sequence.
 
-    P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number.
+    P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number. `p` is (P,) or, with softcap,
+    (P in 16 bits, P times its slope).
     """
     cfg, facts = cta.cfg, cta.facts
     len_q, len_k = lengths
@@ -85,8 +147,7 @@ def mask_probabilities(cta, p, tile, lengths, thread):
             high = place + facts.left if key < len_k else Int32(-1)  # queries low .. high see the key
             for j in cutlass.range_constexpr(cfg.tile_m // 8):
                 for c in cutlass.range_constexpr(2):
-                    i = c + 2 * h + 4 * j
-                    p[i] = p[i] if (8 * j + c >= low and 8 * j + c <= high) else Float32(0.0)
+                    hide(p, c + 2 * h + 4 * j, 8 * j + c >= low and 8 * j + c <= high)
     elif const_expr(cfg.mask == "interval"):
         for j in cutlass.range_constexpr(cfg.tile_m // 8):
             for c in cutlass.range_constexpr(2):
@@ -94,8 +155,7 @@ def mask_probabilities(cta, p, tile, lengths, thread):
                 lo, hi = cta.streams.row_lo[row], cta.streams.row_hi[row]
                 for h in cutlass.range_constexpr(2):
                     key = first_key + 8 * h
-                    i = c + 2 * h + 4 * j
-                    p[i] = p[i] if (key >= lo and key < hi) else Float32(0.0)
+                    hide(p, c + 2 * h + 4 * j, key >= lo and key < hi)
     else:
         for h in cutlass.range_constexpr(2):
             key = first_key + 8 * h
@@ -105,5 +165,15 @@ def mask_probabilities(cta, p, tile, lengths, thread):
             first_seen = first_seen if key < len_k else Int32(cfg.tile_m)
             for j in cutlass.range_constexpr(cfg.tile_m // 8):
                 for c in cutlass.range_constexpr(2):
-                    i = c + 2 * h + 4 * j
-                    p[i] = p[i] if 8 * j + c >= first_seen else Float32(0.0)
+                    hide(p, c + 2 * h + 4 * j, 8 * j + c >= first_seen)
+
+
+@cute.jit
+def hide(p, i: cutlass.Constexpr, seen):
+    """Zeroes element i of the tensors, unless it is seen."""
+    weights = p[-1]
+    weights[i] = weights[i] if seen else Float32(0.0)
+    if const_expr(len(p) == 2):
+        words = cute.recast_tensor(p[0], Int32)
+        other = Int32(-0x10000 if i % 2 == 0 else 0xFFFF)  # the other half of the word
+        words[i // 2] = words[i // 2] if seen else words[i // 2] & other

@@ -1,5 +1,8 @@
 """The kernel before the main one: delta = rowsum(dO * O), LSE in base 2, and counters set to zero.
 
+If there is a gradient of LSE, delta is that much smaller: dS = P * (dP - rowsum(dO * O) + dLSE). The main kernel has no
+part in it.
+
 The counters are the turnstiles of dQ, the ticket counter of a pack, and the turnstiles of dV and dK if chains are cut.
 One CTA works on a q tile of one head and batch. Neighbouring CTAs have neighbouring heads, as in memory. Rows past the
 end of the sequence get LSE = +inf, so their P is 0.
@@ -19,12 +22,13 @@ THREADS = 256
 
 
 class Prepare:
-    def __init__(self, cfg: KernelConfig):
-        self.cfg = cfg
+    def __init__(self, cfg: KernelConfig, with_dlse: bool = False):
+        self.cfg, self.with_dlse = cfg, with_dlse
 
     @cute.jit
     def __call__(self, inputs: tuple, stats: tuple, extra: tuple, stream: cu.CUstream):
-        """inputs: dout and out (batch, seqlen, heads, dim), and lse (batch, heads, seqlen), in a pack without batch
+        """inputs: dout and out (batch, seqlen, heads, dim), lse (batch, heads, seqlen) and perhaps dlse like it; in a
+        pack without batch
         stats: those of workspace.Workspace; dq_sum is left alone
         extra: `words` of a pack or of cut chains, which are set to zero; then rows of the q tiles of a pack
         """
@@ -39,7 +43,7 @@ class Prepare:
     @cute.kernel
     def kernel(self, inputs: tuple, outputs: tuple, extra: tuple):
         cfg = self.cfg
-        dout, out, lse = inputs
+        dout, out, lse, *given = inputs
         lse2, delta, counters = outputs
         at, batch, _ = cute.arch.block_idx()
         tile, head = at // dout.shape[2], at % dout.shape[2]
@@ -58,6 +62,8 @@ class Prepare:
         clipped = [cutlass.min(row, end - 1) for row in rows]
         piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
         logs = [lse[batch, head, row] * LOG2_E for row in clipped]
+        if cutlass.const_expr(self.with_dlse):
+            dlogs = [given[0][batch, head, row] for row in clipped]
         pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, out)] for row in clipped]
         for i in cutlass.range_constexpr(passes):
             row = rows[i]
@@ -65,6 +71,9 @@ class Prepare:
             if cutlass.const_expr(pieces < lanes):
                 part = part if piece < pieces else Float32(0.0)
             total = cute.arch.warp_reduction_sum(part, threads_in_group=lanes)
+            if cutlass.const_expr(self.with_dlse):
+                # The LSE of a row that sees no key follows from no score, whatever its gradient is.
+                total = total - (dlogs[i] if logs[i] != -Float32.inf else Float32(0.0))
             if piece == 0:
                 # A row that sees no key has LSE = -inf, which would make its P infinite. Its P is masked later.
                 value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)

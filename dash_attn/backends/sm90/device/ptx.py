@@ -1,7 +1,7 @@
 """Instructions that the kernel language has no call for. One thread issues a bulk copy."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 
 def bulk_add_f32(dst_gmem, src_smem, nbytes: int):
@@ -34,6 +34,15 @@ def phase_done(mbar, phase):
         "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, p; }",
         write_only_types=[Int32],
         read_only_args=[mbar.toint(), Int32(phase)],
+    )
+
+
+def fp16_pair(word):
+    """The two fp16 numbers of a word, as floats."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
     )
 
 
