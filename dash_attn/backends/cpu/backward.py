@@ -69,7 +69,8 @@ def backward(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients 
     turnstiles = Turnstiles(g.num_targets, ordered=config.order == "program")
     job = Job(program, plan.problem.softmax_scale, buffers, turnstiles, permits, config.jitter)
     chains = placed.chains.tolist()
-    run_threads([Worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b], turnstiles.stop)
+    workers = [Worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b]
+    run_threads([worker.run for worker in workers], turnstiles.stop)
     if turnstiles.error is not None:
         raise turnstiles.error
     if buffers.parts is not None:

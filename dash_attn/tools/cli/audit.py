@@ -52,6 +52,14 @@ class AuditOptions:
             "heads and with fewer SMs; --stress chooses among these changes",
         ),
     ] = False
+    all_parts: Annotated[
+        bool,
+        Option(
+            "--all",
+            help="try everything that could break a promise, within --minutes (2, if not given): mutations of Program "
+            "files, settings, interrupts, forks, damage to kernels, repeats; --stress chooses among these parts",
+        ),
+    ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
     minutes: Annotated[
         float | None,
@@ -82,7 +90,7 @@ class AuditOptions:
         from dash_attn.tools.bench.audit.stressors import PROCESSES, stressors_on
 
         known = tuple(CHANGES) if self.invariance else (*stressors_on(self.device()), PROCESSES)
-        stress = parse_names(self.stress) or known
+        stress = (not self.all_parts and parse_names(self.stress)) or known
         for name in stress:
             if name not in known:
                 raise ValueError(f"--stress {name!r}: on this device choose from {', '.join(known)}")
@@ -105,9 +113,9 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     """Repeat a backward under stress and compare every bit.
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
-    the bits of one sequence in other company; a control with a mistake runs too, and must differ. The exit status is 0
-    if all bits are equal, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes
-    it can be left running.
+    the bits of one sequence in other company; a control with a mistake runs too, and must differ. With --all: every
+    promise that this machine can try. The exit status is 0 if all bits are equal and all promises hold, 1 if something
+    differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes it can be left running.
     """
     import torch
 
@@ -117,6 +125,11 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
     plan, targets = options.plan(), parse_names(options.target)
+    if options.all_parts:
+        from dash_attn.tools.cli.everything import audit_everything
+
+        with _sigterm_as_ctrl_c():
+            raise typer.Exit(audit_everything(options, shape.given(), plan, as_json))
     for target in targets:
         parse(target)
     targets += (CONTROL,) if options.invariance else ()
