@@ -72,7 +72,7 @@ def _many(tensors: tl.int64, blocks: tl.int64, slot: tl.int64):  # type: ignore[
     _block(tl.multiple_of(tl.load(at), 16), tl.load(at + 1), number, slot + 8 * tensor)
 
 
-_compiled: dict[tuple[Any, int], Any] = {}  # by kernel and device
+_compiled: dict[tuple[int, int], Any] = {}  # by the id of a kernel, whose hash takes long, and the device
 
 
 def add(tensors: Sequence[Tensor], slots: Tensor, first: int) -> None:
@@ -103,9 +103,9 @@ def _add(tensors: Sequence[Tensor], slots: Tensor, first: int, device: int) -> N
 
 def _launch(kernel: Any, device: int, blocks: int, numbers: tuple[int, ...]) -> None:
     """Triton looks at all arguments of every call to choose a kernel. Here every call takes the same one."""
-    compiled: Any = _compiled.get((kernel, device))
+    compiled = _compiled.get((id(kernel), device))
     if compiled is None:
-        _compiled[kernel, device] = kernel[(blocks,)](*numbers, num_warps=WARPS)
+        _compiled[id(kernel), device] = kernel[(blocks,)](*numbers, num_warps=WARPS)
     else:
         compiled[blocks, 1, 1](*numbers)
 
