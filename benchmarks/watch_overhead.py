@@ -5,19 +5,23 @@ python benchmarks/watch_overhead.py [--layers 12] [--width 768] [--batch 16] [--
 The GPT has bytes as tokens, as that of examples/train_gpt_twice.py; `--tokens 50304` gives it the vocabulary of GPT-2.
 Plain and watched steps alternate in one process. A round times a few steps between two synchronisations. The row has
 the median and the 20th and 80th percentile of a step in ms, without and with watching, and how much longer a watched
-step takes. Without --depth all modules are watched: then every activation and every gradient is read once more.
+step takes. Without --depth all modules are watched: then every activation and every gradient is read once more. The row
+also has the number of tensors that a watched step reads, and their bytes: reading them takes at least the time that the
+memory of the GPU needs for these bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dash_attn
+from dash_attn.watching.files import Step, load_run
 
 HEAD_DIM = 64
 STEPS, WARM = 5, 3  # of a round
@@ -128,6 +133,7 @@ def measure(size: Size, depth: int | None = None, rounds: int = 20, device: str 
                 with no_waiting(device):
                     training.steps(1)
                 watched.append(training.timed())
+        read = tensors_read(load_run(Path(to))[0].steps[1])
     del plain[0], watched[0]
     return {
         **asdict(size),
@@ -136,10 +142,22 @@ def measure(size: Size, depth: int | None = None, rounds: int = 20, device: str 
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
         "torch": torch.__version__,
         "dash_attn": dash_attn.__version__,
+        "tensors": len(read),
+        "bytes": sum(read),
         "plain_ms": spread(plain),
         "watched_ms": spread(watched),
         "overhead": statistics.median(watched) / statistics.median(plain) - 1,
     }
+
+
+def tensors_read(step: Step) -> list[int]:
+    """The bytes of each tensor that a step read. A row without a form is a value of the host."""
+    forms = {row.place: step.form(row) for row in step.rows if step.form(row)}
+    sizes = []
+    for form in forms.values():
+        dtype, _, shape = form.partition(" ")
+        sizes.append(getattr(torch, dtype).itemsize * math.prod(json.loads(shape)))
+    return sizes
 
 
 def spread(values: list[float]) -> dict[str, float]:

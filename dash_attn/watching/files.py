@@ -81,21 +81,29 @@ class Writer:
         self._file: BinaryIO = path.open("wb", buffering=0)
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
+        self._last: tuple[Layout, int] | None = None
         self._written = 0
 
     def environment(self, facts: Environment) -> None:
         self._frame(b"E", json.dumps(facts).encode())
 
     def step(self, step: Step) -> None:
-        if step.rows not in self._layouts:
+        forms = json.dumps(step.forms).encode()
+        head = STEP.pack(step.number, self._layout(step.rows), len(forms))
+        self._frame(b"S", head + forms + step.values.astype("<u8").tobytes())
+
+    def _layout(self, rows: Layout) -> int:
+        """The number of a layout, which is in the file from now on."""
+        if self._last is not None and self._last[0] is rows:  # a hash of thousands of rows takes long
+            return self._last[1]
+        if rows not in self._layouts:
             if len(self._layouts) == MOST_KEPT:
                 self._layouts.clear()
-            self._layouts[step.rows] = self._written
+            self._layouts[rows] = self._written
             self._written += 1
-            self._frame(b"L", zlib.compress(json.dumps(step.rows).encode()))
-        forms = json.dumps(step.forms).encode()
-        head = STEP.pack(step.number, self._layouts[step.rows], len(forms))
-        self._frame(b"S", head + forms + step.values.astype("<u8").tobytes())
+            self._frame(b"L", zlib.compress(json.dumps(rows).encode()))
+        self._last = rows, self._layouts[rows]
+        return self._last[1]
 
     def close(self) -> None:
         self._file.close()

@@ -48,6 +48,11 @@ class Slots:
 
     def add(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         """The places of the fingerprints of plain tensors of one device."""
+        if len(tensors) == 1:
+            number, buffer = self._buffer(tensors[0].device)
+            fingerprint.add(tensors, buffer.slots, buffer.used)
+            buffer.used += 1
+            return [(number, buffer.used - 1)]
         places = list[tuple[int, int]]()
         while len(places) < len(tensors):
             number, buffer = self._buffer(tensors[0].device)

@@ -6,9 +6,8 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from dash_attn.watching.slots import Slots
 
 PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+PLAIN = (Tensor, nn.Parameter)
 Named = tuple[str, str, Tensor]  # module, name in it, tensor
 Place = tuple[int, int]
 
@@ -60,7 +60,7 @@ def watch(
     return watcher
 
 
-@dataclass
+@dataclass(slots=True)
 class _Seen:
     """A tensor of this step: it is known again while it lives and nothing has been written to it."""
 
@@ -80,9 +80,12 @@ class _Open:
     seen: dict[int, _Seen] = field(default_factory=dict)
     began: bool = False
 
-    def step(self) -> Step:
-        """The step as it is written. Its fingerprints have arrived."""
+    def step(self, before: tuple[_Open, Step] | None) -> Step:
+        """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have
+        arrived."""
         starts, forms = self.slots.starts(), dict[str, int]()
+        if before is not None and before[0].rows == self.rows and before[0].slots.starts() == starts:
+            return replace(before[1], number=self.number, values=self.slots.values())
         rows = tuple(
             Row(phase, module, tensor, forms.setdefault(form, len(forms)), starts[buffer] + place)
             for phase, module, tensor, form, (buffer, place) in self.rows
@@ -102,6 +105,7 @@ class Watcher:
         self._gradients: list[Named] = []
         self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
         self._open = _Open(0)
+        self._written: tuple[_Open, Step] | None = None
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
         self._hook_modules()
@@ -128,7 +132,7 @@ class Watcher:
         done.seen.clear()
         self._open, self._had_backward = _Open(done.number + 1), False
         while self._pending and self._pending[0].slots.arrived():
-            self._writer.step(self._pending.popleft().step())
+            self._write(self._pending.popleft())
 
     def close(self) -> None:
         """Remove the hooks, wait for the last fingerprints and close the file."""
@@ -142,7 +146,7 @@ class Watcher:
         self.end_step()
         for step in self._pending:
             step.slots.wait()
-            self._writer.step(step.step())
+            self._write(step)
         self._pending.clear()
         self._writer.close()
 
@@ -169,8 +173,10 @@ class Watcher:
 
     def _hook_modules(self) -> None:
         self._owners: dict[int, tuple[str, str]] = {}
+        self._modules: list[tuple[str, nn.Module]] = []  # a walk through a model takes long
         for path, module in self._model.named_modules():
             name = clean(path)
+            self._modules.append((name, module))
             if self._depth is None or len(name.split(".")) <= self._depth or not name:
                 before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -191,8 +197,10 @@ class Watcher:
             if self._active:
                 self._begin()
         if self._active:
-            phase = "recompute" if again else "data" if outermost else "forward"
-            self._pass(phase, [*named(name, args, "input"), *named(name, kwargs, "input")])
+            passed = named(name, args, "input")
+            if kwargs:
+                passed += named(name, kwargs, "input")
+            self._pass("recompute" if again else "data" if outermost else "forward", passed)
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._inside -= 1
@@ -202,10 +210,10 @@ class Watcher:
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
         self._record(phase, passed)
+        seen = self._open.seen
         for module, name, tensor in passed:
-            seen = self._open.seen.get(id(tensor))
-            if tensor.requires_grad and seen is not None and not seen.hooked:
-                seen.hooked = True
+            if tensor.requires_grad and (entry := seen.get(id(tensor))) is not None and not entry.hooked:
+                entry.hooked = True
                 tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
@@ -273,40 +281,55 @@ class Watcher:
         """Append a row for each tensor. A tensor that this step has already read is not read again."""
         if not tensors or not self._recording:
             return
-        step, places = self._open, dict[int, Place]()
-        fresh: dict[torch.device, list[Tensor]] = {}
-        for _, _, tensor in tensors:
-            place = known(step.seen, tensor)
-            if place is not None:
-                places[id(tensor)] = place
-            else:
-                fresh.setdefault(tensor.device, []).append(tensor)
-        for group in fresh.values():
-            places.update(zip(map(id, group), step.slots.add([plain(tensor) for tensor in group]), strict=True))
-        for module, name, tensor in tensors:
-            step.rows.append((phase, module, name, self._form(tensor), places[id(tensor)]))
+        step = self._open
+        fresh = [tensor for _, _, tensor in tensors if known(step.seen, tensor) is None]
+        places = self._places(fresh)
         if phase in PASSING:
-            for tensor in chain.from_iterable(fresh.values()):
+            for tensor in fresh:
                 if not tensor.is_inference():
                     step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
+        for module, name, tensor in tensors:
+            place = places.get(id(tensor)) or step.seen[id(tensor)].place
+            step.rows.append((phase, module, name, self._form(tensor), place))
+
+    def _places(self, fresh: list[Tensor]) -> dict[int, Place]:
+        """Where the fingerprints of tensors go, by the id of the tensor. Tensors of one device take one launch."""
+        add = self._open.slots.add
+        if len(fresh) == 1:  # nearly always, so it is worth a line
+            return {id(fresh[0]): add([plain(fresh[0])])[0]}
+        places, groups = dict[int, Place](), dict[torch.device, list[Tensor]]()
+        for tensor in fresh:
+            groups.setdefault(tensor.device, []).append(tensor)
+        for group in groups.values():
+            places.update(zip(map(id, group), add([plain(tensor) for tensor in group]), strict=True))
+        return places
+
+    def _write(self, done: _Open) -> None:
+        step = done.step(self._written)
+        self._writer.step(step)
+        self._written = done, step
 
     def _form(self, tensor: Tensor) -> str:
         key = tensor.dtype, tensor.shape
-        if key not in self._forms:
-            self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return self._forms[key]
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        return form
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
         """The module of a parameter and its name in the module."""
         return self._owners.get(id(parameter), ("", "a parameter outside the model"))
 
     def _state(self) -> list[Named]:
-        """The parameters and buffers of the model."""
-        split = [
-            (*clean(path).rpartition(".")[::2], tensor.detach())
-            for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers())
-        ]
-        return [each for module, name, tensor in split for each in named(module, tensor, name)]
+        """The parameters and buffers of the model, each once."""
+        state, ids = list[Named](), set[int]()
+        for of in ("_parameters", "_buffers"):
+            for path, module in self._modules:
+                for name, tensor in getattr(module, of).items():
+                    if tensor is not None and id(tensor) not in ids:
+                        ids.add(id(tensor))
+                        state += named(path, tensor, name)
+        return state
 
     def _describe(self) -> None:
         """Write the environment as it is after a step, not before the first: scripts set flags late."""
@@ -325,13 +348,17 @@ class Watcher:
 
 
 def named(module: str, value: Any, name: str) -> list[Named]:
+    if type(value) is tuple and len(value) == 1:
+        (value,) = value
+    if type(value) in PLAIN and value.layout is torch.strided and not value.is_meta and not value.is_nested:
+        return [(module, name, value)]
     return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
 
 
 def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
     if isinstance(value, Tensor):
-        if type(value) not in (Tensor, nn.Parameter) and is_wrapper(value):
+        if type(value) not in PLAIN and is_wrapper(value):
             parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
             tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
             for part, inner in tensors.items():
@@ -360,7 +387,15 @@ def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
     disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    return disabled
+
+    def run(*given: Any) -> None:
+        # While torch.compile traces this, the condition holds. Else a call of `disabled` would only take time.
+        if torch.compiler.is_dynamo_compiling():
+            disabled(*given)
+        else:
+            hook(*given)
+
+    return run
 
 
 def compile_again() -> None:

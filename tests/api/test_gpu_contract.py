@@ -140,13 +140,15 @@ def test_tables_stay_until_every_stream_has_used_them(how: dict[str, object]) ->
     launch = launch.launch if isinstance(launch, PackedBackward) else launch
     place, size = launch.tables.program[0].data_ptr(), launch.tables.program[0].nbytes
     del launch
-    blocks()  # so that later ones need no memory from the driver, which may wait for the GPU
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        direct((q, k, v), out, lse, how)
+    blocks()  # after these two, neither stream needs memory from the driver, which may wait for the GPU
     torch.cuda.synchronize()
 
     def taken(some: list[Tensor]) -> bool:
         return any(x.data_ptr() < place + size and place < x.data_ptr() + x.nbytes for x in some)
 
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
         got = direct((q, k, v), out, lse, how)

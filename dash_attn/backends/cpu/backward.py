@@ -80,7 +80,8 @@ def replay(plan: Plan, config: CpuConfig, operands: Operands, into: Gradients, s
     turnstiles = Turnstiles(g.num_targets, ordered=config.order == "program")
     job = Job(program, plan.problem, buffers, turnstiles, permits, config.jitter)
     chains = placed.chains.tolist()
-    run_threads([worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b], turnstiles.stop)
+    workers = [worker(job, chains[a:b]) for a, b in pairwise(placed.first.tolist()) if a < b]
+    run_threads([each.run for each in workers], turnstiles.stop)
     if turnstiles.error is not None:
         raise turnstiles.error
     if buffers.parts is not None:

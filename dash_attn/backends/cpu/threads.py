@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from threading import Thread
-from threading import enumerate as enumerate_threads
-from time import sleep
+from itertools import repeat
+from queue import SimpleQueue
 
 import torch
+
+from dash_attn.backends.cpu import forks
 
 Job = Callable[[], object]
 
@@ -42,20 +44,42 @@ def thread_local_setters() -> tuple[Callable[[int], object], ...]:
     return tuple(getattr(libraries, name) for name in names)
 
 
-def run_threads(threads: Sequence[Thread], stop: Callable[[BaseException], None]) -> None:
-    """Start all threads and wait for their end. If something interrupts this, call `stop` and wait for their end."""
+def run_threads(works: Sequence[Callable[[], None]], stop: Callable[[BaseException], None]) -> None:
+    """Run each function in a thread of its own, and wait for their end. An error of a function goes to `stop`.
+
+    If something interrupts this, call `stop` and wait for their end. An interrupt can leave `threading.Thread.start`
+    and `join` half done, and then nobody can say which threads run. So all threads are started in one call that an
+    interrupt cannot divide.
+    """
     thread_local_setters()  # loads the libraries in the caller, where a failure can be raised
+    started, over = list[int](), list[None]()
+    ended: SimpleQueue[None] = SimpleQueue()
+
+    def whole(work: Callable[[], None]) -> None:
+        try:
+            compute_alone()
+            # Only in this mode may a thread write to a tensor that its caller has made in this mode.
+            with torch.inference_mode():
+                work()
+        except BaseException as error:
+            stop(error)
+        finally:
+            forks.ends()
+            over.append(None)
+            ended.put(None)
+
+    def wait() -> None:
+        # A thread that is not over will put something in, however often this was interrupted before.
+        while len(over) < len(started):
+            ended.get()
+
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        # Python looks for interrupts between its own instructions only: before this call, or after it.
+        started.extend(map(start_new_thread, repeat(whole), [(work,) for work in works]))
+        wait()
     except BaseException as error:  # an interrupt must not leave threads behind
         stop(error)
-        # Python takes a thread whose join was interrupted for ended. So this waits until no thread is listed any more.
-        started = {thread for thread in threads if thread.ident is not None}
-        while started & set(enumerate_threads()):
-            sleep(1e-3)
+        wait()
         raise
 
 
@@ -68,17 +92,11 @@ def run_jobs(jobs: Iterable[Job], threads: int) -> None:
         waiting.clear()
 
     def work() -> None:
-        try:
-            compute_alone()
-            # Only in this mode may a thread write to a tensor that its caller has made in this mode.
-            with torch.inference_mode():
-                while (job := _take(waiting)) is not None:
-                    job()
-        except BaseException as error:
-            stop(error)
+        while (job := _take(waiting)) is not None:
+            with forks.apart:
+                job()
 
-    count = min(threads, len(waiting))
-    run_threads([Thread(target=work, name="dash_attn", daemon=True) for _ in range(count)], stop)
+    run_threads([work] * min(threads, len(waiting)), stop)
     if errors:
         raise errors[0]
 

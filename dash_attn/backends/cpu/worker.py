@@ -1,4 +1,4 @@
-"""The worker: a thread that runs its chains and adds its contributions in turn."""
+"""The worker: what one thread does. It runs its chains and adds its contributions in turn."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import random
 import time
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
 
 import torch
 from torch import Tensor
 
+from dash_attn.backends.cpu import forks
 from dash_attn.backends.cpu.buffers import Buffers, KeyTile, QueryTile
 from dash_attn.backends.cpu.softmax import keep
-from dash_attn.backends.cpu.threads import compute_alone
 from dash_attn.backends.cpu.turnstile import Stopped, Turnstiles
 from dash_attn.problem import Problem
 from dash_attn.program import Geometry, Program
@@ -50,13 +49,12 @@ class Job:
     jitter: float
 
 
-class Worker(Thread):
+class Worker:
     """Runs chains one after the other. It sums dK and dV of a chain in visit order, in its own buffers."""
 
     buffers = 3  # of its scratch
 
     def __init__(self, job: Job, chains: list[int]) -> None:
-        super().__init__(name="dash_attn", daemon=True)
         g, problem = job.program.geometry, job.problem
         self._job, self._chains = job, chains
         self._scratch: Scratch | None = None
@@ -66,16 +64,11 @@ class Worker(Thread):
 
     def run(self) -> None:
         try:
-            compute_alone()
-            # Only in this mode may a thread write to a tensor that its caller has made in this mode.
-            with torch.inference_mode():
-                for chain in self._chains:
-                    self._job.turnstiles.check()
-                    self._run_chain(*self._job.program.chains[chain].tolist())
+            for chain in self._chains:
+                self._job.turnstiles.check()
+                self._run_chain(*self._job.program.chains[chain].tolist())
         except Stopped:
             pass
-        except BaseException as error:
-            self._job.turnstiles.stop(error)
         finally:
             self._give_up_permit()
 
@@ -96,14 +89,15 @@ class Worker(Thread):
         if self._scratch is None:
             self._scratch = self._job.permits.get()
         p, p_t, ds, ds_t, allowed = self._scratch.views(len(rows.q), len(keys.k))
-        torch.mm(rows.q, keys.k_t, out=p).sub_(rows.lse).clamp_(LEAST, MOST).exp_()
-        if partial:
-            p.mul_(torch.ge(keys.index, rows.first, out=allowed))
-            p.mul_(torch.lt(keys.index, rows.end, out=allowed))
-        dv.addmm_(p_t, rows.dout)
-        torch.mm(rows.dout, keys.v_t, out=ds).sub_(rows.delta).mul_(p)
-        dk.addmm_(ds_t, rows.q)
-        return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
+        with forks.apart:
+            torch.mm(rows.q, keys.k_t, out=p).sub_(rows.lse).clamp_(LEAST, MOST).exp_()
+            if partial:
+                p.mul_(torch.ge(keys.index, rows.first, out=allowed))
+                p.mul_(torch.lt(keys.index, rows.end, out=allowed))
+            dv.addmm_(p_t, rows.dout)
+            torch.mm(rows.dout, keys.v_t, out=ds).sub_(rows.delta).mul_(p)
+            dk.addmm_(ds_t, rows.q)
+            return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
 
     def _add(self, dq: Tensor, target: int, turn: int) -> None:
         """Add a contribution in its turn. The first one is stored, and the last one also writes the result."""

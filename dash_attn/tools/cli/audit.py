@@ -60,6 +60,14 @@ class AuditOptions:
             "a pack lie, in every mode and layout; --stress chooses among these, as in 2-a2a-zigzag",
         ),
     ] = None
+    all_parts: Annotated[
+        bool,
+        Option(
+            "--all",
+            help="try everything that could break a promise, within --minutes (2, if not given): mutations of Program "
+            "files, settings, interrupts, forks, damage to kernels, repeats; --stress chooses among these parts",
+        ),
+    ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
     minutes: Annotated[
         float | None,
@@ -96,7 +104,7 @@ class AuditOptions:
         known = (*stressors_on(self.device()), PROCESSES)
         if self.invariance:
             known = tuple(spots_of(ranks) if ranks else CHANGES)
-        stress = parse_names(self.stress) or known
+        stress = (not self.all_parts and parse_names(self.stress)) or known
         for name in stress:
             if name not in known:
                 raise ValueError(f"--stress {name!r}: on this device choose from {', '.join(known)}")
@@ -120,8 +128,9 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     Without options: the default order of this machine's backend, a small problem, every stressor. With --invariance:
     the bits of one sequence in other company, or with --ranks on several processes; a control with a mistake runs too,
-    and must differ. The exit status is 0 if all bits are equal, 1 if something differs, hangs, breaks or is missing,
-    130 if it is interrupted. With --minutes it can be left running.
+    and must differ. With --all: every promise that this machine can try. The exit status is 0 if all bits are equal and
+    all promises hold, 1 if something differs, hangs, breaks or is missing, 130 if it is interrupted. With --minutes it
+    can be left running.
     """
     import torch
 
@@ -131,6 +140,11 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
     plan, targets = options.plan(), parse_names(options.target)
+    if options.all_parts:
+        from dash_attn.tools.cli.everything import audit_everything
+
+        with _sigterm_as_ctrl_c():
+            raise typer.Exit(audit_everything(options, shape.given(), plan, as_json))
     for target in targets:
         if parse(target)[0] != "ours" and plan.ranks:
             raise ValueError(f"--target {target}: --ranks compares ours and ours:POLICY only")

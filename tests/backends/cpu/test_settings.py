@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import subprocess
@@ -10,18 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dash_attn.backends import Operands, Options
+from dash_attn.backends.cpu import forks
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.backends.cpu.worker import Worker
 from dash_attn.plan import plan
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, tiles, window
 from dash_attn.tiling import TileShape
+from dash_attn.tools.bench.audit.attempts import LAYOUTS, threads_of_a_new_thread
 from dash_attn.tools.bench.operands import draw
 from tests.backends.cpu.reference import CPU, difference, operands, run
 
@@ -51,14 +54,6 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def threads_of_a_new_thread() -> int:
-    seen: list[int] = []
-    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    return seen[0]
-
-
 # ---- bits --------------------------------------------------------------------------------------------------
 
 
@@ -85,31 +80,12 @@ def test_torchs_number_of_threads(len_q: int, mask: Mask, dtype: str) -> None:
     assert [unequal(results[0], other) for other in results[1:]] == [[], []]
 
 
-def heads_first(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def in_a_pack(x: Tensor) -> Tensor:
-    """The middle of a tensor (batch, seqlen, 3, heads, dim)."""
-    return torch.stack((x.neg(), x, x.neg()), 2)[:, :, 1]
-
-
-def one_number_later(x: Tensor) -> Tensor:
-    room = torch.empty(x.numel() + 1, dtype=x.dtype)
-    return room[1:].view(x.shape).copy_(x)
-
-
-def dims_first(x: Tensor) -> Tensor:
-    return x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0)
-
-
 @pytest.mark.parametrize("dim", [33, 64])
 def test_layout_of_the_operands(dim: int) -> None:
     problem = Problem(2, 3, 3, 515, 515, dim, "float32", None, CAUSAL)
     drawn = draw(problem, CPU)
     first = step(problem, *drawn)
-    layouts: list[Callable[[Tensor], Tensor]] = [heads_first, in_a_pack, one_number_later, dims_first]
-    for layout in layouts:
+    for layout in LAYOUTS:
         assert not unequal(first, step(problem, *(layout(x) for x in drawn))), layout.__name__
 
 
@@ -185,52 +161,102 @@ def test_inference_mode() -> None:
 # ---- other threads -----------------------------------------------------------------------------------------
 
 
-def test_a_thread_born_meanwhile_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, original = set(), threading.Thread.start
+def starts(monkeypatch: pytest.MonkeyPatch, after: Callable[[], None]) -> None:
+    """`after` runs after each start of a thread of the backend."""
 
-    def start(self: threading.Thread) -> None:
-        original(self)
-        if self.name == "dash_attn":
-            time.sleep(0.01)
-            seen.add(threads_of_a_new_thread())
+    def start(*given: Any) -> int:
+        number = _thread.start_new_thread(*given)
+        after()
+        return number
+
+    monkeypatch.setattr("dash_attn.backends.cpu.threads.start_new_thread", start)
+
+
+def test_a_thread_born_meanwhile_keeps_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def look() -> None:
+        time.sleep(0.01)
+        seen.add(threads_of_a_new_thread())
 
     with threads(3):
         given = operands(PROBLEM)
-        monkeypatch.setattr(threading.Thread, "start", start)
+        starts(monkeypatch, look)
         run(PLAN, given)
         assert seen == {3}
         assert torch.get_num_threads() == 3
 
 
-def test_an_interrupt_between_two_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, original = iter(range(10**6)), Worker.start
-
-    def start(self: Worker) -> None:
-        original(self)
-        if next(started) == 2:
-            raise KeyboardInterrupt
-
-    with threads(3):
-        monkeypatch.setattr(Worker, "start", start)
-        with pytest.raises(KeyboardInterrupt):
-            run(PLAN, operands(PROBLEM))
-        assert [torch.get_num_threads(), threads_of_a_new_thread()] == [3, 3]
-    assert not any(isinstance(thread, Worker) for thread in threading.enumerate())
+has_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@has_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_fork_waits_for_products_and_products_wait_for_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, steps = threading.Event(), []
+
+    def compute() -> None:
+        with forks.apart:
+            inside.set()
+            time.sleep(0.1)
+            steps.append("computed")
+        forks.ends()
+        time.sleep(0.1)
+        with forks.apart:
+            steps.append("computed later")
+
+    def after() -> None:
+        if os.getpid() == parent:
+            steps.append("forked")
+            time.sleep(0.3)
+            steps.append("opened")
+        original()
+
+    parent, original, thread = os.getpid(), forks._reopen, threading.Thread(target=compute)
+    monkeypatch.setattr(forks, "_reopen", after)
+    thread.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    thread.join()
+    os.waitpid(child, 0)
+    assert steps == ["computed", "forked", "opened", "computed later"]
+
+
+@has_fork
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_fork_waits_for_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def compute() -> None:
+        forks.ends()
+        ended.set()
+        time.sleep(0.2)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    assert ended.wait(20)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not thread.is_alive() or not os.path.exists("/proc/self/task")
+    thread.join()
+
+
+@has_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded")
 def test_a_fork_while_another_thread_starts_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, original = operands(PROBLEM), Worker.start
+    given = operands(PROBLEM)
     starting, forked = threading.Event(), threading.Event()
     first = run(PLAN, given)
 
-    def start(self: Worker) -> None:
-        original(self)
+    def wait() -> None:
         starting.set()
         forked.wait(20)
 
-    monkeypatch.setattr(Worker, "start", start)
+    starts(monkeypatch, wait)
     other = threading.Thread(target=run, args=(PLAN, given))
     other.start()
     assert starting.wait(20)

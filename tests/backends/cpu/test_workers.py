@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +20,18 @@ from dash_attn.backends.cpu.worker import Worker
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Problem, tiles, window
 from dash_attn.tiling import TileShape
+from dash_attn.tools.bench.audit.attempts import threads_left, threads_of_a_new_thread
 from tests.backends.cpu.reference import difference, operands, run
 
 PROBLEM = Problem(1, 4, 2, 120, 120, 16, "float32", None, FULL)
 PLAN = plan(PROBLEM, TileShape(16, 16))
 
 
-def workers_alive() -> int:
-    return sum(isinstance(thread, Worker) for thread in threading.enumerate())
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = _thread._count()
+    yield
+    assert threads_left(before) == 0
 
 
 # ---- turnstiles --------------------------------------------------------------------------------------------
@@ -111,7 +118,6 @@ def test_an_error_in_one_worker_stops_all(method: str, after: int, monkeypatch: 
         calls = iter(range(10**6))
         with pytest.raises(ZeroDivisionError, match="on purpose"):
             run(PLAN, given, threads=threads)
-        assert workers_alive() == 0
     thread = threading.Thread(target=lambda: fresh.append(torch.get_num_threads()))
     thread.start()
     thread.join()
@@ -133,23 +139,24 @@ def test_an_interrupt_stops_all() -> None:
         gc.enable()
     timer.join()
     assert time.perf_counter() - began < 20
-    assert workers_alive() == 0
 
 
-def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, original = iter(range(10**6)), Worker.start
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_thread_that_cannot_start(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = iter(range(10**6))
 
-    def start(self: Worker) -> None:
-        if next(started) == 3:
-            raise RuntimeError("can't start new thread")
-        original(self)
+    def start(*given: Any) -> int:
+        if next(starts) == 3:
+            raise error
+        return _thread.start_new_thread(*given)
 
-    before = torch.get_num_threads()
-    monkeypatch.setattr(Worker, "start", start)
-    with pytest.raises(RuntimeError, match="can't start"):
-        run(PLAN, operands(PROBLEM))
-    assert workers_alive() == 0
-    assert torch.get_num_threads() == before
+    before, given = torch.get_num_threads(), operands(PROBLEM)
+    monkeypatch.setattr("dash_attn.backends.cpu.threads.start_new_thread", start)
+    with pytest.raises(type(error)):
+        run(PLAN, given)
+    assert [torch.get_num_threads(), threads_of_a_new_thread()] == [before, before]
+    monkeypatch.undo()
+    assert not difference(run(PLAN, given), run(PLAN, given))
 
 
 @pytest.mark.parametrize(("how", "message"), [({"threads": 0}, "threads"), ({"order": "none"}, "order must be one of")])

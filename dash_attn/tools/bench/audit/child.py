@@ -5,8 +5,11 @@ It may hang or die. The process that started it notices.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from dash_attn.tools.bench.audit import step as steps
+from dash_attn.tools.bench.audit.attempts import KINDS
 from dash_attn.tools.bench.audit.compare import differences, merge
 from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
 from dash_attn.tools.bench.audit.ranks import compare_ranks
@@ -89,6 +93,24 @@ def compare(job: dict[str, Any]) -> None:
     say(done=True)
 
 
+def attempt(job: dict[str, Any]) -> None:
+    """Attempts of one kind until its seconds are over, and the counts so far, about once a second."""
+    say(at="start")
+    kind, outcomes = job["attempts"], Counter[str]()
+    end = said = time.monotonic()
+    end += job["seconds"]
+    with contextlib.closing(KINDS[kind](job["seed"])) as made:
+        for number, outcome in enumerate(made, 1):
+            outcomes[outcome] += 1
+            now = time.monotonic()
+            if now - said > 1 or now >= end:
+                said = now
+                say(at=kind, repeat=number, outcomes=outcomes)
+            if now >= end:
+                break
+    say(done=True)
+
+
 def make(job: dict[str, Any]) -> None:
     """Draw a step once, so that every process gets the same, forward included."""
     say(at="start")
@@ -99,7 +121,7 @@ def make(job: dict[str, Any]) -> None:
 
 def obey(job: dict[str, Any]) -> None:
     """Do what a job says."""
-    (make if "make" in job else compare if "sequence" in job else run)(job)
+    (make if "make" in job else compare if "sequence" in job else attempt if "attempts" in job else run)(job)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
 """Program files changed at random: each is refused on one line, or runs and gives the gradients of its problem.
 
-    python -m tests.program.mutations --count 100000 --seed 0
-
 Most mutants get the fingerprint of what they hold, so that they come past the fingerprint to the checks behind it.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import json
@@ -17,8 +14,9 @@ import signal
 import sys
 import tempfile
 import zipfile
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,25 +24,27 @@ from typing import Any
 import numpy as np
 import torch
 
-from dash_attn.backends import Gradients, Operands, Options, backend_for
+from dash_attn.backends import Gradients, Options, backend_for
 from dash_attn.launch import compose
 from dash_attn.plan import Plan
 from dash_attn.problem import CAUSAL, FULL, Problem, window
 from dash_attn.program import TABLES, Geometry, Program, load, save
 from dash_attn.program.codec import LIMITS, check_geometry, check_runs
 from dash_attn.tiling import TileShape, tile
+from dash_attn.tools.bench.operands import draw_operands
 from dash_attn.verify import matches, verify
 
-SECONDS, MEGABYTES = 10, 200  # that one mutant may take
+SECONDS, MEGABYTES = 10, 200  # that one mutant may compute for and take
+HANG = 60  # seconds after which a mutant counts as hung, also on a machine with much else to do
 SHAPE = TileShape(2, 3)
-SIZES = {"heads_q": 4, "heads_kv": 2, "dim": 8, "dtype": "float32"}
+SIZES: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "dim": 8, "dtype": "float32"}
 PROBLEMS = (
     (Problem(1, len_q=9, len_k=12, mask=CAUSAL, **SIZES), "fa3"),
     (Problem(2, len_q=12, len_k=12, mask=FULL, **SIZES), "shift"),
     (Problem(1, len_q=12, len_k=11, mask=window(4, 1), **SIZES), "search"),
 )
 NUMBERS = (-(2**31), -7, -1, 0, 1, 2, 3, 5, 11, 13, 64, 1000, 2**20, 5 * 10**8, 2**31 - 1)
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *NUMBERS,
     2**31,
     2**63,
@@ -63,6 +63,7 @@ VALUES = (
     [1],
 )
 
+Outcomes = Generator[str, None, None]
 Content = dict[str, Any]
 Mutation = Callable[[Content, random.Random], None]
 
@@ -174,19 +175,16 @@ class Base:
 
     def __init__(self, problem: Problem, policy: str) -> None:
         self.problem, self.backend = problem, backend_for(torch.device("cpu"))
+        self.operands = draw_operands(problem, torch.device("cpu"))
         program = compose(tile(problem, SHAPE), policy)
         self.tables = {name: getattr(program, name) for name in TABLES}
         with tempfile.TemporaryDirectory() as folder:
-            save(program, Path(folder) / "p.npz")
-            with np.load(Path(folder) / "p.npz") as archive:
+            path = Path(folder) / "p.npz"
+            save(program, path)
+            with np.load(path) as archive:
                 self.header = str(archive["header"])
-        rng = torch.Generator().manual_seed(0)
-        rows = ((problem.len_q, problem.heads_q), (problem.len_k, problem.heads_kv))
-        q, k, v, dout = (
-            torch.randn(problem.batch, *rows[i], problem.dim, generator=rng, dtype=torch.float32) for i in (0, 1, 1, 0)
-        )
-        self.operands = Operands(dout, q, k, v, *self.backend.forward(problem)(q, k, v))
-        self.expected = self.gradients(program)
+            self.expected = self.gradients(program)
+            assert self.outcome(path) == "ran, right"  # and everything is compiled before time counts
 
     def mutant(self, rng: random.Random) -> bytes:
         content: Content = {"header": json.loads(self.header)}
@@ -208,7 +206,7 @@ class Base:
         return into
 
     def outcome(self, path: Path) -> str:
-        """Who refuses the file, or 'ran' with 'right' or 'WRONG'."""
+        """Who refuses the file, or whether its gradients are right."""
         step = "load"
         try:
             program = load(path)
@@ -224,7 +222,19 @@ class Base:
 
 
 def too_long(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError(f"a mutant took more than {SECONDS} s")
+    raise TimeoutError("a mutant takes too long")
+
+
+@contextmanager
+def limited() -> Iterator[None]:
+    """Raise TimeoutError after `SECONDS` of computing and after `HANG` seconds."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.alarm(HANG)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
 
 
 def megabytes() -> float:
@@ -232,47 +242,22 @@ def megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def run(count: int, seed: int, folder: Path) -> Counter[str]:
-    """Outcomes of `count` mutants. A mutant that breaks a promise stays in the folder."""
-    torch.set_num_threads(1)
+def mutations(seed: int) -> Outcomes:
+    """The outcomes of mutants, one after the other. Mutant `n` is the same for every caller with the same seed."""
     bases = [Base(problem, policy) for problem, policy in PROBLEMS]
-    outcomes, before = Counter[str](), megabytes()
-    signal.signal(signal.SIGALRM, too_long)
-    for i in range(count):
-        rng, base = random.Random(seed + i), bases[i % len(bases)]
-        path = folder / "mutant.npz"
-        path.write_bytes(base.mutant(rng))
-        signal.alarm(SECONDS)
-        try:
-            outcome = base.outcome(path)
-        except Exception as error:  # what a user would see as a traceback
-            outcome = f"WRONG: {type(error).__name__}"
-        finally:
-            signal.alarm(0)
-        if megabytes() > before + MEGABYTES:
-            outcome, before = f"{outcome}, WRONG: over {MEGABYTES} MB", megabytes()
-        if "WRONG" in outcome:
-            path.rename(folder / f"mutant_{seed + i}.npz")
-        outcomes[outcome] += 1
-    outcomes["megabytes"] = round(megabytes() - before)
-    return outcomes
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="where mutants that break a promise are kept")
-    arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="mutants-"))
-    outcomes = run(arguments.count, arguments.seed, folder)
-    for outcome, number in sorted(outcomes.items()):
-        print(f"{number:8d}  {outcome}")
-    wrong = any("WRONG" in outcome for outcome in outcomes)
-    if wrong:
-        print(f"see {folder}")
-    return int(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    before = megabytes()
+    for each in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(each, too_long)
+    with tempfile.TemporaryDirectory(prefix="dash_attn_mutants_") as folder:
+        path = Path(folder) / "mutant.npz"
+        for number in count():
+            base = bases[number % len(bases)]
+            path.write_bytes(base.mutant(random.Random(seed + number)))
+            try:
+                with limited():
+                    outcome = base.outcome(path)
+            except Exception as error:  # what a user would see as a traceback
+                outcome = f"WRONG: {type(error).__name__}"
+            if megabytes() > before + MEGABYTES:
+                outcome, before = f"{outcome}, WRONG: over {MEGABYTES} MB", megabytes()
+            yield f"{outcome} (mutant {seed + number})" if "WRONG" in outcome else outcome
