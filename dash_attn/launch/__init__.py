@@ -10,6 +10,6 @@ __all__ = ["compose", "enqueue", "place"]
 
 
 def compose(tiling: Tiling, policy: str | Choice = "auto") -> Program:
-    """Order a tiling by a policy, launch it as that policy is launched, and freeze both."""
+    """The program of a tiling: its order by a policy, and the launch queue of that policy."""
     order = arrange(tiling, policy)
     return build(order, enqueue(order))

@@ -10,24 +10,24 @@ from dash_attn.program import Costs, Program, Sequences, play
 from dash_attn.program.program import Longs
 from dash_attn.program.replay import FINISHED
 
-# The prologue and epilogue of a chain weigh as much as this many tasks when bundles are balanced. A power of two keeps
-# sums exact, so that workers with equal bundles have equal sums.
+# Balancing counts the prologue and epilogue of a chain as this share of a task. A power of two keeps sums exact, so
+# that workers with equal bundles have equal sums.
 CHAIN_OVERHEAD = 0.5
-# The machine, with a task as the unit of time, that decides which of two placements is faster. Where two placements
-# differ much, every machine agrees with it.
+# The machine that decides which of two placements is faster. A task is the unit of time. If two placements differ much,
+# every other machine decides in the same way.
 NOMINAL = Costs(compute=1.0, reduce=0.5, handoff=0.5, depth=2, writers=2)
 
 
 def place(program: Program, workers: int, rounds: Longs | None) -> Sequences:
     """Give bundles to workers in launch order, by the place rule of the program.
 
-    `rounds` is the round of each bundle as verification gives it, and `workers` must not be fewer than `co_resident`:
-    `Verified.on` sees to that.
+    `rounds` is the round of each bundle, from verification. `workers` must be at least `co_resident`. `Verified.on`
+    checks this.
 
-    The rules do not know who waits for whom. A placement that keeps the bundles of each round apart never deadlocks:
-    the earliest unfinished round is at work on all its workers. Any other placement is replayed before it is returned.
-    Where it would deadlock, bundles are started in launch order instead, each on the worker that is free, which never
-    deadlocks.
+    The rules do not know which chain waits for which. A placement that gives the bundles of each round to different
+    workers never deadlocks, because the earliest unfinished round is at work on all its workers. Any other placement is
+    replayed before it is returned. If it would deadlock, bundles start in launch order, each on a free worker. This
+    never deadlocks.
     """
     dealt = np.arange(program.num_bundles) % workers
     owners = [dealt] if program.place == "dealt" else [_balanced(program, workers), dealt]
@@ -43,7 +43,7 @@ def place(program: Program, workers: int, rounds: Longs | None) -> Sequences:
 
 
 def _balanced(program: Program, workers: int) -> Longs:
-    """Each bundle to the worker with the least work so far."""
+    """Give each bundle to the worker with the least work so far."""
     cost = np.diff(program.task_first)[program.launch] + CHAIN_OVERHEAD
     until = np.concatenate([[0.0], np.cumsum(cost)])
     load, owner = [(0.0, worker) for worker in range(workers)], []
@@ -55,7 +55,7 @@ def _balanced(program: Program, workers: int) -> Longs:
 
 
 def _keeps_apart(rounds: Longs | None, owner: Longs, workers: int) -> bool:
-    """No two bundles of a round are on one worker."""
+    """Whether no two bundles of a round are on one worker."""
     return rounds is not None and len(np.unique(rounds * workers + owner)) == len(owner)
 
 

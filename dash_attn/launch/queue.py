@@ -12,18 +12,18 @@ from dash_attn.program import PlaceRule, Queue
 from dash_attn.tiling import Tiling
 
 # Tuned to a GPU of 132 SMs with 50 MB of L2. No number here changes a bit.
-IN_FLIGHT = 128  # bundles that fill the GPU: more heads at once would leave the cache between two rounds
-TINY = 6  # kv tiles of a head that comes and goes so fast that its tiles hardly stay in cache
-NEAR = 8  # chains of the tiny heads that are taken in turn
+IN_FLIGHT = 128  # bundles that fill the GPU: the tiles of more heads would leave the cache between two rounds
+TINY = 6  # most kv tiles of a tiny head: it ends so soon that its tiles hardly stay in cache
+NEAR = 8  # chains of the tiny heads that are launched in turn
 
 
 @dataclass(frozen=True)
 class LaunchRule:
     """How the heads of an order share the GPU.
 
-    few_heads  launch only as many heads at a time as fill the GPU; else all of them. It pays where bundles are equally
-               long: the windows of a head then follow each other while its tiles are in cache
-    in_turn    launch block after block, and inside a block one chain of each head, then the next chain of each
+    few_heads  launch only as many heads at a time as fill the GPU, instead of all heads. This pays if bundles are
+               equally long: the windows of a head then follow each other while its tiles are in cache
+    in_turn    launch block after block. Inside a block launch one chain of each head, then the next chain of each head
     place      how bundles go to workers
     """
 
@@ -59,9 +59,9 @@ def enqueue(order: Order) -> Queue:
 
 
 def _round_by_round(first_chain: Ints, rounds: Rounds) -> tuple[list[Ints], list[Ints]]:
-    """Chains, and lengths of the bundles: one round of each group, then the next round of each.
+    """Chains, and lengths of the bundles: one round of each panel, then the next round of each panel.
 
-    Running a round of many groups before the next round lets the windows that share the GPU belong to different heads.
+    So the windows that share the GPU belong to different panels.
     """
     chains = [np.array([chain for bundle in bundles for chain in bundle], np.int64) for bundles in rounds]
     lengths = [np.array([len(bundle) for bundle in bundles], np.int64) for bundles in rounds]
@@ -78,17 +78,17 @@ def _few_heads(block: Ints, rounds: Rounds) -> list[Ints]:
 
 
 def _in_turn(order: Order, part: Ints) -> Ints:
-    """One chain of each group, then the next chain of each."""
+    """One chain of each panel, then the next chain of each panel."""
     chains = np.array([chain for bundles in order.rounds[order.template_of[part[0]]] for (chain,) in bundles], np.int64)
     return (chains[:, None] + part * order.tiling.num_kv).ravel()
 
 
 def _tiny_parts(tiling: Tiling, blocks: list[Ints]) -> list[Ints]:
-    """Blocks as they are, or cut into a few heads each where heads are tiny.
+    """The blocks. If heads are tiny, each block but the last is cut into parts of a few heads.
 
-    The tiles of a tiny head would leave the cache between one of its chains and the next if a whole block were taken in
-    turn. Cutting needs q tiles smaller than kv tiles: chains of one head are then two steps apart and do not catch up
-    with each other. The last block stays whole.
+    If a whole block of tiny heads is launched in turn, the tiles of a head leave the cache between one of its chains
+    and the next. The cut needs q tiles smaller than kv tiles: chains of one head are then two steps apart and do not
+    catch up with each other.
     """
     if tiling.heads > 1 or tiling.num_kv > TINY or tiling.shape.m >= tiling.shape.n:
         return blocks

@@ -1,4 +1,4 @@
-"""The order: which tile a chain visits when, and in which turn it adds. The order fixes the bits."""
+"""The order: which q tile each chain visits at each step, and the turn of each visit. The order fixes the bits."""
 
 from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, cuts, parse, resolve
 from dash_attn.order.types import Choice, Order, Rounds, Template

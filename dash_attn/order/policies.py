@@ -14,16 +14,15 @@ from dash_attn.order.search import ranked
 from dash_attn.order.types import GROUP, HEAD, PANELS, Choice, Ints, Order, Rounds, Template
 from dash_attn.tiling import Span, Tiling
 
-# Every constant here fixes bits: another value is another order with another fingerprint. Nothing here may follow the
-# GPU at hand. What may follow it is in dash_attn/launch.
-DEFAULT_WIDTH = 128  # chains of a window of a policy that is asked for by name, without a width
-AUTO_WIDTH = 64  # chains of a window of `auto`, at most: every Hopper part holds them, also beside other kernels
-NARROW_WIDTH = 32  # chains of a window of `auto` where nothing asks for more
-PREFIX_WIDTH = (
-    16  # of a window of keys before the queries, at least: one window follows the other, and heads may be few
-)
-TINY = 4  # kv tiles of a short causal panel, whose pairs end before turns are handed on if q tiles are small
-FAR = 256  # queries between neighbours of a rotation, at most
+# Every constant here fixes bits: another value is another order with another fingerprint. No constant here may depend
+# on the GPU. Constants that may depend on it are in dash_attn/launch.
+DEFAULT_WIDTH = 128  # chains of a window, if the name of a policy is given without a width
+AUTO_WIDTH = 64  # most chains of a window of `auto`: every Hopper GPU holds them, even beside other kernels
+NARROW_WIDTH = 32  # chains of a window of `auto`, if nothing asks for more
+# Fewest chains of a window of keys before the queries. These windows run one after the other, and heads may be few.
+PREFIX_WIDTH = 16
+TINY = 4  # kv tiles of a short causal panel: if its q tiles are small, its pairs end before turns are handed on
+FAR = 256  # most queries between neighbours of a rotation
 LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
 SHORT, LONG = 16, 128  # kv tiles of a short head, and of a head that `level` no longer keeps in step
 
@@ -35,8 +34,9 @@ Bools = npt.NDArray[np.bool_]
 class Policy:
     """How to order a tiling, and which tilings it can order.
 
-    `build(tiling, width)` gives a template and its rounds. `applies` says for which tilings, and `needs` says the same
-    to people. With `last`, some blocks of heads follow another template, which `last(tiling, width)` gives.
+    `build(tiling, width)` gives a template and its rounds. `applies` says which tilings the policy can order, and
+    `needs` says the same to people. With `last`, some blocks of panels follow another template: `last(tiling, width)`
+    gives it.
     """
 
     build: Callable[[Tiling, int], Built]
@@ -63,7 +63,7 @@ def _is_band(tiling: Tiling) -> bool:
 
 
 def _is_causal(tiling: Tiling) -> bool:
-    """Every chain goes on to the last q tile, and the mask is banded."""
+    """Every chain reaches the last q tile, and the mask is causal or has a window."""
     return tiling.is_triangle and _is_banded(tiling)
 
 
@@ -79,7 +79,7 @@ def _coming_down(tiling: Tiling, tasks: Tasks) -> Ints:
 
 
 def _singles(chains: Ints, window: Ints | None = None) -> Rounds:
-    """One chain a bundle, one round a window."""
+    """Every chain is a bundle, and every window is a round."""
     if window is None:
         return [list(zip(chains.tolist(), strict=True))]
     return [list(zip(chains[window[chains] == w].tolist(), strict=True)) for w in range(window.max(initial=-1) + 1)]
@@ -109,9 +109,9 @@ def _longest_first(tiling: Tiling, width: int) -> Built:
 
 
 def _fold(tiling: Tiling, width: int) -> Built:
-    """Some of the shortest chains of a group, then as many of the longest: all workers end at one time.
+    """Some of the shortest chains of a group, then as many of the longest. So all workers end at the same time.
 
-    So they begin the next chains together and stay at the same query head, whose tiles are then in cache.
+    Then they begin the next chains together and visit the same query head, and its tiles stay in cache.
     """
     tasks, n, group = Tasks.of(tiling), tiling.num_kv, tiling.heads
     parts = np.array_split(np.lexsort((-np.arange(n), tiling.spans[:, Span.COUNT])), 2 * max(1, n // (2 * LONG)))
@@ -144,9 +144,10 @@ def _shift(tiling: Tiling, width: int) -> Built:
 
 
 def prefix_of(tiling: Tiling) -> int:
-    """Chains of keys before the queries: those that meet every q tile, without the last one, where a triangle begins.
+    """The number of chains of keys before the queries: all chains that meet every q tile, except the last of them, with
+    which the triangle begins.
 
-    In a short sequence they are too few to be apart.
+    It is 0 in a short sequence, which has too few of these chains for windows of their own.
     """
     whole = int((tiling.spans[:, Span.COUNT] == tiling.num_q).sum())
     return max(0, whole - 1) if tiling.num_kv > SHORT else 0
@@ -244,8 +245,8 @@ def applicable(tiling: Tiling) -> list[str]:
 def choose(tiling: Tiling) -> Choice:
     """What `auto` means for panels of this tiling.
 
-    One sequence decides it: its lengths, mask, group of q heads and tile. Batch, heads and GPU play no part, so a
-    sequence keeps its bits in every batch.
+    The choice depends on one sequence: its lengths, mask, group of q heads and tile shape. It does not depend on the
+    batch, the number of kv heads or the GPU. So a sequence keeps its bits in every batch.
     """
     if tiling.is_rectangle:
         return Choice("shift", auto_width(tiling))
@@ -263,10 +264,10 @@ def choose(tiling: Tiling) -> Choice:
 
 
 def cuts(tiling: Tiling) -> bool:
-    """Does `auto` order each q head of a group by itself? Like `choose`, it looks at one sequence alone.
+    """Whether `auto` orders each q head of a group by itself. Like `choose`, it looks at one sequence alone.
 
-    A group has few chains where keys are few, and they are as long as the group is large: workers would be idle.
-    Where keys are many, whole groups add to dK and dV once, and q heads find K and V in cache.
+    With few keys a group has few chains, and each chain visits all q heads of the group. So workers would be idle. With
+    many keys whole groups are better: a group adds to dK and dV once, and its q heads find K and V in cache.
     """
     return tiling.heads > 1 and tiling.num_kv < 2 * LONG
 
@@ -274,9 +275,10 @@ def cuts(tiling: Tiling) -> bool:
 def auto_width(tiling: Tiling) -> int:
     """How many chains go round the q tiles together.
 
-    Neighbours start two q tiles apart, because one tile leaves little time to hand a turn on. Tiles of FAR queries or
-    more are long enough. The width is NARROW_WIDTH at most, because a window starts only when enough workers are free.
-    It is more, up to AUTO_WIDTH, if neighbours would start more than FAR queries apart.
+    Neighbours start at least two q tiles apart, because one tile leaves little time to hand a turn on. Tiles of FAR
+    queries or more are long enough for neighbours that start one tile apart. The width is at most NARROW_WIDTH, because
+    a window starts only when enough workers are free. If neighbours would then start more than FAR queries apart, the
+    width is larger, up to AUTO_WIDTH.
     """
     near = tiling.num_q // max(1, FAR // tiling.shape.m)
     return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, tiling.num_q // 2)))
@@ -297,7 +299,7 @@ def parse(text: str) -> Choice:
 
 
 def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
-    """The policy by its own name: what `auto` means for this tiling, and other policies as they are."""
+    """The policy by its own name. `auto` becomes what it means for this tiling. Other policies stay as they are."""
     choice = parse(policy) if isinstance(policy, str) else policy
     if choice.policy != "auto":
         return choice
@@ -308,8 +310,7 @@ def resolve(tiling: Tiling, policy: str | Choice) -> Choice:
 
 
 def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
-    """Order a tiling by a policy: its name or 'name:width', each with '@head' behind it or not, or 'auto', with '@head'
-    or '@group' behind it or not."""
+    """Order a tiling by a policy. `parse` says which texts name a policy."""
     choice = resolve(tiling, policy)
     tiling = tiling.by_head if choice.by_head else tiling
     if choice.policy not in POLICIES:
@@ -331,21 +332,21 @@ def arrange(tiling: Tiling, policy: str | Choice = "auto") -> Order:
         return Order.of_one(tiling, choice, template, rounds)
     last_template, last_rounds = rule.last(tiling, width)
     block_of, is_last = _level_blocks(tiling)
-    if is_last.all():  # a lone group is among the last
+    if is_last.all():  # a single panel is the last one
         return Order.of_one(tiling, choice, last_template, last_rounds)
     return Order(tiling, choice, (template, last_template), (rounds, last_rounds), is_last.astype(np.int64), block_of)
 
 
 def _level_blocks(tiling: Tiling) -> tuple[Ints, Bools]:
-    """The block of each group, and whether the group follows the `last` template.
+    """The block of each panel, and whether the panel follows the `last` template.
 
-    The last block follows `last`, so that all workers end together, however many they are. Chains that go up from the
-    diagonal, shortest first, never catch up with each other, whenever they start. Chains that come down, longest first,
-    do not if they start a step apart. They do start so, because the chains before them end one by one and chains of
-    other groups come between.
+    The last block follows `last`, so that any number of workers end together. Chains that go up from the diagonal,
+    shortest first, never catch up with each other, whenever they start. Chains that come down, longest first, never
+    catch up if they start a step apart. They start a step apart, because the chains before them end one by one, and
+    because chains of other panels come between them.
 
-    Chains of grouped heads drift apart the longer they run: they are at different query heads at a time. If all chains
-    end at one q tile, every other block follows `last`, after which all chains begin together again.
+    Chains of grouped heads drift apart while they run, and then visit different query heads at the same time. If all
+    chains end at one q tile, every other block follows `last`. After such a block all chains begin together again.
     """
     groups, grouped = tiling.panels, tiling.heads > 1
     in_step = grouped and tiling.is_triangle and tiling.num_kv <= LONG

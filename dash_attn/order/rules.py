@@ -16,7 +16,7 @@ from dash_attn.tiling import Span, TileState, Tiling
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """All tasks of one group, sorted by chain, then by query head, then by q tile."""
+    """All tasks of one panel, sorted by chain, then by query head, then by q tile."""
 
     chain: Ints
     head: Ints
@@ -57,7 +57,7 @@ def apply(tiling: Tiling, tasks: Tasks, rules: Rules) -> Template:
     first = np.concatenate([[0], np.cumsum(tiling.spans[:, Span.COUNT] * tiling.heads)])
     window = np.zeros(num_kv, np.int64) if rules.window is None else rules.window
     if not rules.by_arrival:
-        # Chains contribute one after the other: the turn is how many chains before visit the q tile.
+        # Chains contribute one after the other. The turn is the number of earlier chains that visit the q tile.
         before, turn = np.zeros(tiling.num_q, np.int32), np.empty(tiling.state.shape, np.int32)
         for each in np.lexsort((rules.rank, window)):
             turn[each] = before
@@ -80,13 +80,14 @@ def turns(target: Ints, place: Ints) -> Ints:
 
 
 def windows(count: int, width: int) -> Ints:
-    """Cut `count` neighbours into windows of at most `width`, as equal as possible; the window of each."""
+    """The window of each of `count` neighbours: windows have at most `width` members, and nearly equal sizes."""
     parts = max(1, -(-count // width))
     return np.arange(count) * parts // max(count, 1)
 
 
 def offsets(window: Ints, length: int) -> Ints:
-    """Where each member of a window starts on a circle of `length`: evenly spread, so that slack is largest."""
+    """Where each member of a window starts on a circle of `length`. The starts are evenly spread, which leaves most
+    time to hand turns on."""
     size = np.bincount(window)[window] if len(window) else window
     local = np.arange(len(window)) - np.searchsorted(window, window)
     return local * length // np.maximum(size, 1)

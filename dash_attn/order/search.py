@@ -1,4 +1,4 @@
-"""Orders for arbitrary masks: list scheduling on an ideal machine, contributions ranked by modelled time."""
+"""Orders for arbitrary masks: a list schedule on an ideal machine gives each task a time. Turns follow the times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def ranked(tiling: Tiling, width: int) -> tuple[Template, Ints, Ints]:
 
 @compiled
 def _list_schedule(first: Ints, target: Ints, launch: Ints, cut: Ints) -> tuple[Ints, Ints]:
-    """One task a unit of time, one task a dQ tile at a time. Returns the visit order and finish times."""
+    """A task takes one unit of time, and a dQ tile has one visitor at a time. Returns the visit order and finish
+    times."""
     total = len(target)
     visit, finish = np.empty(total, np.int64), np.empty(total, np.int64)
     following = np.arange(1, total + 1)  # the unvisited tasks of a chain, linked

@@ -1,4 +1,4 @@
-"""Order: which tile each chain visits when, and in which order each dQ tile is summed."""
+"""Order: which q tile each chain visits at each step, and in which order each dQ tile is summed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy.typing as npt
 from dash_attn.tiling import Tiling
 
 Ints = npt.NDArray[np.int64]
-Bundle = tuple[int, ...]  # chains of one group that one worker runs back to back
+Bundle = tuple[int, ...]  # chains of one panel that one worker runs back to back
 Rounds = list[list[Bundle]]
 PANELS = HEAD, GROUP = "head", "group"  # behind the name of a policy and '@': what is ordered by itself
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """The order of one key/value head: tasks chain by chain, in visit order.
+    """The order of one panel: tasks chain by chain, in visit order.
 
-    Chain n owns tasks first[n]:first[n+1]. Task t visits q tile q[t] of query head head[t] (counted inside the
-    group) and adds its dQ contribution as number turn[t].
+    Chain n owns tasks first[n]:first[n+1]. Task t visits q tile q[t] of query head head[t] (counted inside the panel).
+    Its turn at the dQ tile is turn[t].
     """
 
     first: Ints
@@ -31,10 +31,10 @@ class Template:
 
 @dataclass(frozen=True)
 class Choice:
-    """A policy by name, and the width of its windows (co-resident chains or pairs) where it has windows.
+    """A policy by name, and the width of its windows (co-resident chains or pairs) if it has windows.
 
-    `panels` is HEAD where each q head is ordered by itself. Otherwise all q heads of a kv head are ordered together.
-    For `auto` None leaves the choice to `auto`, and GROUP asks for whole groups.
+    If `panels` is HEAD, each q head is ordered by itself. Otherwise all q heads of a kv head are ordered together. With
+    `auto`, None leaves this choice to `auto`, and GROUP asks for whole groups.
     """
 
     policy: str
@@ -54,10 +54,10 @@ class Choice:
 class Order:
     """The order of a whole problem. It fixes every bit of the result and says nothing about workers.
 
-    A group is a (batch, kv head) pair, and chain n of group g has the number g * num_kv + n. Group g follows
-    templates[template_of[g]], and its bundles come in rounds[template_of[g]]: chains of one round may wait for each
-    other, and otherwise wait only for chains of earlier rounds. `block_of` numbers blocks of neighbouring groups; all
-    groups of a block follow one template.
+    Panels are numbered over the whole batch, and chain n of panel p has the number p * num_kv + n. Panel p follows
+    templates[template_of[p]], and its bundles come in rounds[template_of[p]]. Chains of one round may wait for each
+    other. Otherwise chains wait only for chains of earlier rounds. `block_of` numbers blocks of neighbouring panels.
+    All panels of a block follow one template.
     """
 
     tiling: Tiling
@@ -69,6 +69,6 @@ class Order:
 
     @staticmethod
     def of_one(tiling: Tiling, choice: Choice, template: Template, rounds: Rounds) -> Order:
-        """All groups follow one template, in one block."""
+        """All panels follow one template, in one block."""
         same = np.zeros(tiling.panels, np.int64)
         return Order(tiling, choice, (template,), (rounds,), same, same)

@@ -1,4 +1,4 @@
-"""Packs: problems of several sequences, each of which is planned by itself."""
+"""Packs: problems of several sequences. Each sequence is planned by itself."""
 
 from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check

@@ -20,14 +20,14 @@ NO_FOLDS = np.empty((0, len(Fold)), np.int32), np.empty((0, len(Part)), np.int32
 def assemble(
     problem: Problem, shape: TileShape, policy: str = "auto", held: tuple[Panel, ...] | None = None
 ) -> Assembly:
-    """The checked tables of all sequences or panels of a problem, each ordered by itself.
+    """The checked tables of a problem. Each of its sequences, or each of its panels, is ordered by itself.
 
-    With `held`, of these panels. Their rows of q lie in a tensor that has no others.
+    With `held` the tables have these panels only. Their rows of q lie in a tensor that has no others.
     """
     family, several = Family.of(problem, shape, policy), problem.panels > 1
     known = templates(family)
     table = np.ascontiguousarray(_panels(problem, held)) if several or held is not None else problem.sequence_table
-    numbers: dict[int, int] = {}  # of the templates of this pack
+    numbers: dict[int, int] = {}  # code of a template: its number in this pack
     template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]
     used = [known.of(code) for code in numbers]
     facts = np.array([each.facts for each in used], np.int64)
@@ -66,8 +66,8 @@ def _panels(problem: Problem, held: tuple[Panel, ...] | None) -> Longs:
 
 @compiled
 def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-untyped-def]
-    """The table `docs`, the template of each row, and the tables `q_tiles` and `kv_tiles`. Sequences with most tasks
-    come first."""
+    """The table `docs`, the template of each row, and the tables `q_tiles` and `kv_tiles`. Sequences whose panels have
+    most tasks come first."""
     heads_kv, m, n = sizes
     first_bundle, first_contributors = np.zeros(len(facts), np.int64), np.zeros(len(facts), np.int64)
     for t in range(1, len(facts)):

@@ -59,7 +59,7 @@ SAID = {
 
 
 def check(assembly: Assembly) -> None:
-    """AssemblyError says what is wrong, and with which row of `docs`.
+    """Raises an AssemblyError if the tables are wrong. Its message says what is wrong, and in which row of `docs`.
 
     The order inside a template is verified when the template is made. This function checks that every row of q and of k
     is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
@@ -154,7 +154,7 @@ def _round_fault(rounds, docs, bundles, tickets):  # type: ignore[no-untyped-def
 
 @compiled
 def _covers(first, count, rows):  # type: ignore[no-untyped-def]
-    """Every row is in one sequence."""
+    """Whether every row is in exactly one sequence."""
     reached = 0
     for d in np.argsort(first):
         if count[d] > 0:
@@ -166,9 +166,9 @@ def _covers(first, count, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: ignore[no-untyped-def]
-    """The first sequence that does not fit its template, and what is wrong with it."""
+    """The first fault of a template that does not fit its sequence, and its row of `docs`."""
     m, n, heads_q = sizes
-    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: a shape is checked once
+    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: each shape of a template is checked once
     seen = np.full(len(chains) + 1, -1, np.int64)
     for d in range(len(docs)):
         doc = docs[d]
@@ -183,7 +183,7 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
         same = known[0] == count and known[1] == first and known[2] == num_q and known[3] == num_kv
         if count > 0 and same and known[4] == heads:
             continue
-        change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks, from q tile to q tile
+        change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks from one q tile to the next
         chain, of_doc = -1, 0
         for b in range(begin, begin + count):
             own, number = bundles[b, PackedBundle.FIRST_CHAIN], bundles[b, PackedBundle.NUM_CHAINS]

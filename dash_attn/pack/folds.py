@@ -14,8 +14,9 @@ Bool = npt.NDArray[np.bool_]
 def fold_tables(docs: Int32, kv_tiles: Int32, n: int) -> tuple[Int32, Int32]:
     """The tables `folds` and `parts`.
 
-    The kv tiles of all panels of a sequence are cut from its first key. So tiles with one first row belong together,
-    and no tiles of two sequences have one first row. The panel with the last queries sees all keys. It comes first.
+    The kv tiles of all panels of a sequence are cut from its first key. So kv tiles with the same first row belong to
+    the same kv tile of the sequence. Tiles of different sequences never have the same first row. The panel with the
+    last queries sees all keys, so it comes first.
     """
     first, rows = kv_tiles.T
     order = np.lexsort((-_first_queries(docs, n), first))
@@ -25,7 +26,7 @@ def fold_tables(docs: Int32, kv_tiles: Int32, n: int) -> tuple[Int32, Int32]:
 
 
 def fold_fault(made: Assembly) -> str | None:
-    """What is wrong with the panels that share keys or with their folds; None if nothing is."""
+    """What is wrong with the panels that share keys, or with their folds. None means that all is right."""
     sizes, docs, tiles, folds, parts = made.sizes, made.docs, made.kv_tiles, made.folds, made.parts
     if sizes.apart and (docs[:, Doc.K_ROW].astype(np.int64) + docs[:, Doc.K_ROWS] > sizes.rows_k).any():
         return "a panel has keys behind the last one"
@@ -54,12 +55,12 @@ def fold_fault(made: Assembly) -> str | None:
 
 
 def _first_queries(docs: Int32, n: int) -> Longs:
-    """The first query of the panel of each kv tile."""
+    """For each kv tile: the first query of its panel."""
     return np.repeat(docs[:, Doc.Q_ROW].astype(np.int64), -(-docs[:, Doc.K_ROWS] // n))
 
 
 def _aligned(docs: Int32, all_keys: bool) -> bool:
-    """Whether the panels of each sequence have neighbouring queries and the keys that these see.
+    """Whether the panels of each sequence follow each other, and have the keys that their queries see.
 
     With `all_keys` every panel sees all keys. Otherwise a panel of n queries sees n keys more than the panel before it.
     """

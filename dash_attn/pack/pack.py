@@ -16,10 +16,11 @@ from dash_attn.tiling import TileShape
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """The sequences of a problem with documents, or its panels. The tiles and the order of each follow from it alone.
+    """The sequences of a problem with documents, or its panels. Each has tiles and an order that follow from it alone.
 
     `shape_of` gives the tile shape of a panel from the problem of this panel alone. A plan is made when it is first
-    needed. `held` has some panels of the problem, with rows in other tensors; without it the pack has all panels.
+    needed. `held` lists some panels of the problem, whose rows are counted in tensors that hold only these panels.
+    Without `held` the pack has all panels.
     """
 
     problem: Problem
@@ -29,7 +30,7 @@ class Pack:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """A sequence that is not cut is one panel."""
+        """The panels of the pack. A sequence that is not cut is one panel."""
         return self.problem.panel_list if self.held is None else self.held
 
     @cached_property
@@ -56,7 +57,7 @@ class Pack:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the orders of all panels, in their order in the pack, and of the panels that share keys."""
+        """Hash of the orders of all panels, as they follow each other in the pack, and of which panels share keys."""
         digest = hashlib.sha256()
         for panel in self.panels:
             digest.update(self.plan_of(panel).fingerprint.encode())
@@ -66,7 +67,7 @@ class Pack:
 
     @property
     def co_resident(self) -> int:
-        """Workers that the panels need at once."""
+        """The number of workers that must run at the same time."""
         return max(each.co_resident for each in self.plans.values())
 
     @property

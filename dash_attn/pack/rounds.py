@@ -14,11 +14,11 @@ COLUMNS = len(Round)  # compiled loops cannot count the names of an enum
 
 
 def awaited(program: Program) -> Longs:
-    """How many bundles after each one must have begun before its worker may begin another bundle.
+    """For each bundle: how many of the following bundles must begin before its worker may begin another bundle.
 
-    The bundles are those of the first panel, in launch order. A bundle may wait for a later one: all bundles from the
-    first to the second of them then run at the same time, each on a worker of its own. A worker that took a second one
-    of them would keep the first one waiting for ever.
+    The bundles are those of the first panel, in launch order. A bundle may wait for a later bundle. Then both, and all
+    bundles between them, must run at the same time, each on a worker of its own. If one worker took two of them, the
+    first one could wait forever for the second.
     """
     panel = program.chains[program.launch[program.bundle_first[:-1]], Chain.KV_HEAD]
     number = np.where(panel == 0, np.cumsum(panel == 0) - 1, -1)
@@ -39,8 +39,8 @@ def awaited(program: Program) -> Longs:
 
 
 def rounds_of(later: Longs) -> Longs:
-    """The number of bundles of each round. Bundles that wait for each other are a round, and so are the others between
-    two such rounds."""
+    """The number of bundles of each round. Bundles that wait for each other form a round. Neighbouring bundles that
+    wait for no later bundle form a round too."""
     begins = np.append(True, later[:-1] == 0)
     single = begins & (later == 0)
     begins[1:] &= ~(single[1:] & single[:-1])
@@ -50,10 +50,11 @@ def rounds_of(later: Longs) -> Longs:
 
 @compiled
 def launch(docs, template_of, counts, sizes):  # type: ignore[no-untyped-def]
-    """The table `rounds`, and the number of tickets. Template t has counts[t] rounds. `sizes` has those of all.
+    """The table `rounds`, and the number of tickets. Template t has counts[t] rounds. `sizes` has the number of bundles
+    of each round, template by template.
 
-    A round waits for the round before it. So rounds of other sequences come between the two, as long as there are any:
-    as many tickets as a GPU runs at a time.
+    A round waits for the round before it in its sequence. So rounds of other sequences come between the two, if there
+    are any, with as many tickets as a GPU runs at a time (IN_FLIGHT).
     """
     first = np.zeros(len(counts) + 1, np.int64)
     for t in range(len(counts)):

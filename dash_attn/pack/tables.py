@@ -1,7 +1,7 @@
 """The tables of a pack: which sequence has which rows, tiles, tickets and order.
 
-If Problem.panels cuts the queries into ranges, the part of a sequence in one range takes the place of a sequence here.
-Parts of one sequence share keys.
+If Problem.panels cuts the queries into ranges, each part of a sequence counts as a sequence here. Parts of one sequence
+share keys.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Doc(IntEnum):
     CONTRIBUTORS     its template's first row of `contributors`
     PANELS           the number of its kv heads, or of its q heads if its chains are cut
 
-    A panel of whole groups, p, has the q heads p * group .. p * group + group - 1. If chains are cut, panel p has the q
-    head (p % heads_kv) * group + p // heads_kv: the first q heads of all groups come first, then the second ones. The q
-    heads of a group add to dK and dV in turn. Panels with neighbouring tickets belong to different groups, so they do
-    not wait for each other. The earlier q heads of a group have earlier tickets, so a chain waits only for those.
+    If groups are whole, panel p has the q heads p * group .. p * group + group - 1. If chains are cut, panel p has the
+    q head (p % heads_kv) * group + p // heads_kv: the first q heads of all groups come first, then the second q heads.
+    The q heads of a group add to dK and dV in turn. Panels with neighbouring tickets belong to different groups, so
+    their chains seldom wait for each other. The earlier q heads of a group have earlier tickets, so a chain waits only
+    for chains with earlier tickets.
     """
 
     Q_ROW = 0
@@ -46,9 +47,10 @@ class Round(IntEnum):
 
     TICKET           its first ticket. Ticket t of the round is bundle BUNDLE + t % BUNDLES of panel t // BUNDLES
     DOC              its sequence: a row of `docs`
-    BUNDLE, BUNDLES  its rows of `bundles`, which are some of its sequence's
+    BUNDLE, BUNDLES  its rows of `bundles`: some of the rows of its sequence
 
-    The rounds of a sequence come in their order. A bundle waits for bundles of its own round and of earlier tickets.
+    The rounds of a sequence come in their order. A bundle waits only for bundles of its own round and for bundles with
+    earlier tickets.
     """
 
     TICKET = 0
@@ -60,7 +62,7 @@ class Round(IntEnum):
 class PackedBundle(IntEnum):
     """Columns of the table `bundles`: the chains that one worker runs back to back.
 
-    AWAITS  the number of bundles behind it that must begin before its worker may take another ticket
+    AWAITS  the number of following bundles that must begin before its worker may take another ticket
     """
 
     FIRST_CHAIN = 0
@@ -92,8 +94,8 @@ class Fold(IntEnum):
 class Part(IntEnum):
     """Columns of the table `parts`: one row for each kv tile of each panel.
 
-    KV_TILE  its row of `kv_tiles`, which is the place of its sums
-    K_ROWS   its rows. The last kv tile of a panel may have fewer rows than that of the whole sequence
+    KV_TILE  its row of `kv_tiles`. The number of this row is also the place of its sums
+    K_ROWS   its rows. The last kv tile of a panel may have fewer rows than this kv tile of the whole sequence
     """
 
     KV_TILE = 0
@@ -107,10 +109,10 @@ class Sizes:
     shape           the tile of every sequence
     heads_q, heads_kv
     rows_q, rows_k  rows of the flattened tensors
-    cut             dK and dV have fp32 sums. The q heads of a group add to them in turn where chains are cut by q head.
-                    With panels every panel has sums of its own
-    panels          ranges that the queries of a batch entry are cut into
-    all_keys        every panel sees all keys of its sequence. Otherwise its last query stands at its last key
+    cut             dK and dV have fp32 sums. If chains are cut by q head, the q heads of a group add to these sums in
+                    turn. With panels every panel has its own sums
+    panels          the number of ranges that the queries of a batch entry are cut into
+    all_keys        every panel sees all keys of its sequence. Otherwise the last query of a panel is at its last key
     apart           the panels are some of a problem's. Their sums are added elsewhere, so there are no folds
     """
 
@@ -129,18 +131,18 @@ class Sizes:
 class Assembly:
     """All sequences of a pack as int32 tables. Rows of a template count tiles from the sequence's first tile.
 
-    docs          one row for each sequence (columns Doc): most tasks first
+    docs          one row for each sequence (columns Doc). Sequences whose panels have most tasks come first
     rounds        columns Round
     bundles       columns PackedBundle
     chains        columns PackedChain. A chain without runs has a row too, because it writes zeros
     runs          columns Run, and a zero
     contributors  contributions to the dQ tile of each q tile of a template
-    q_tiles       first row in the flattened tensor and number of rows, as in docs. Every sequence begins a tile
+    q_tiles       first row in the flattened tensor and number of rows, in the order of docs. A tile has one sequence
     kv_tiles      the same for keys
     folds         columns Fold. Without panels, and with some panels of a problem, there are none
     parts         columns Part
-    tickets       of all sequences. A sequence without queries or without keys has none
-    co_resident   workers that the templates need at once
+    tickets       their number, for all sequences. A sequence without queries or without keys has no tickets
+    co_resident   the number of workers that must run at the same time
     clears_dq     some rows of dQ are written by no task: no query there sees a key
     clears_dkv    some rows of dK and dV are written by no chain: their sequence has no queries
     """

@@ -17,9 +17,9 @@ from dash_attn.program import RUN, Chain, Program
 from dash_attn.program.program import Int32, Longs, frozen
 from dash_attn.tiling import TileShape
 
-KEPT_BYTES = 64 * 2**20  # of the templates of one family that stay known
-FAMILIES = 8  # families that stay known
-BITS = 32  # of a length in a code
+KEPT_BYTES = 64 * 2**20  # of the templates that a family keeps
+FAMILIES = 8  # families that are kept
+BITS = 32  # bits of a length in a code
 RUN_WIDTH = len(RUN) + 1  # a run and a zero: 32 bytes, which a GPU loads at once
 
 
@@ -27,9 +27,9 @@ class Fact(IntEnum):
     """Numbers of a template.
 
     BUNDLES, CHAINS, RUNS, Q_TILES  rows of its tables
-    ROUNDS                          of its bundles
+    ROUNDS                          rounds of its bundles
     TASKS                           tasks of one panel
-    CO_RESIDENT                     workers that it needs at once
+    CO_RESIDENT                     workers that must run at the same time
     SHARE                           panels with the same keys and values. More than 1 means that chains are cut. 0 means
                                     that the sequence has no queries or no keys
     BLIND                           q tiles that see no key
@@ -101,7 +101,7 @@ class Template:
 
 @dataclass(frozen=True)
 class Family:
-    """What the sequences of a pack have in common: all but their lengths."""
+    """What the sequences of a pack have in common: everything except their lengths."""
 
     group: int
     dim: int

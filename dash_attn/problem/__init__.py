@@ -1,4 +1,4 @@
-"""Masks and problems."""
+"""Masks and problems: everything that fixes the mathematical answer."""
 
 from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import (

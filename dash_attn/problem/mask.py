@@ -1,8 +1,8 @@
 """Masks as values: which (query, key) pairs attend.
 
 A mask gives each query row one half-open interval of keys: two integers a row. The intersection of two intervals is an
-interval too. The backends read these integers and nothing else. They follow from windows and documents, or are given
-row by row. Only an explicit tile mask adds more: a matrix of allowed tiles, which tiling reads.
+interval too. The backends read these integers and nothing else. The intervals follow from windows and documents, or are
+given row by row. Only a tile mask adds more: a matrix of allowed tiles. The tiling reads this matrix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Documents:
             )
 
     def check_ends(self, len_q: int, len_k: int) -> None:
-        """ValueError if the documents do not hold all queries and keys."""
+        """Raises a ValueError if the documents do not hold all queries and keys."""
         if (self.cu_q[-1], self.cu_k[-1]) != (len_q, len_k):
             raise ValueError(
                 f"cu_seqlens must end at the number of tokens: "
@@ -48,10 +48,10 @@ class Documents:
             )
 
     def set_apart(self, last_q: Sequence[int], last_k: Sequence[int]) -> Documents:
-        """The documents without the last rows of each. These rows become documents without a partner.
+        """Documents from which the last `last_q` queries and the last `last_k` keys are taken out.
 
-        A document becomes up to three: the queries and keys that stay, the last queries without keys, and the last keys
-        without queries. `last_q` and `last_k` have one number for each document.
+        One document becomes up to three: the queries and keys that stay, the last queries without keys, and the last
+        keys without queries. `last_q` and `last_k` have one number for each document.
         """
         cu_q, cu_k = [0], [0]
         for (_, end_q), (_, end_k), q, k in zip(pairwise(self.cu_q), pairwise(self.cu_k), last_q, last_k, strict=True):
@@ -119,10 +119,9 @@ class Mask:
     """The keys that a query sees: those in a window around its position, in its document, in the allowed tiles, and in
     the interval of its row.
 
-    `left` and `right` count keys before and after the position of the query; None is no limit, and `right=0` is causal.
+    `left` and `right` count keys before and after the position of the query. None is no limit, and `right=0` is causal.
     A side below -1 moves that end of the window to the other side of the query: with `right=-3` a query sees keys up to
-    the third before its position. The last query is at the position of the last key, of the sequence or of each
-    document.
+    the third before its position. The last query of a sequence or document is at the position of its last key.
     """
 
     left: int | None = None
@@ -163,10 +162,11 @@ class Mask:
         return self.left is not None and self.right is not None and self.left + self.right < 0
 
     def without_negative_sides(self, len_q: int, len_k: int) -> Mask:
-        """The same pairs by sides from 0 on, as far as there are no tiles and no rows: few kernels take negative sides.
+        """A mask with the same pairs and without negative sides, because few kernels take negative sides. A mask with
+        tiles or rows stays as it is.
 
         The last query is at the last key. Without the last three keys every position is three lower, so `right=-3`
-        becomes `right=0`. Without the last queries positions are higher, which serves the left side.
+        becomes `right=0`. Likewise positions are higher without the last queries, and a negative `left` becomes 0.
         """
         last_q, last_k = (max(0, -side) if side is not None else 0 for side in (self.left, self.right))
         if not (last_q or last_k) or self.is_blind or self.tiles is not None or self.rows is not None:
@@ -181,9 +181,11 @@ class Mask:
         return Mask(left, None if self.right is None else self.right - higher, apart)
 
     def without_rows(self, len_q: int, len_k: int) -> Mask:
-        """The same pairs by a window, with documents or without, if there is one. Else the window becomes rows too.
+        """A mask with the same pairs: a window, with documents or without, if there is such a mask. Otherwise the
+        window becomes part of the rows.
 
-        Kernels and orders know more about windows and documents than about rows. Rows beside documents stay.
+        Kernels and orders know more about windows and documents than about rows. A mask of rows and documents stays as
+        it is.
         """
         if self.rows is None or self.documents is not None:
             return self
@@ -198,7 +200,7 @@ class Mask:
         return Mask(tiles=self.tiles, rows=RowIntervals.of(lo, hi))
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
-        """(lo, hi) of every query row; lo == hi where a row sees nothing. The tile mask is left out."""
+        """(lo, hi) of every query row. If a row sees nothing, lo == hi. The tile mask does not count."""
         parts = self.documents or Documents((0, len_q), (0, len_k))
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
@@ -260,7 +262,8 @@ def window(left: int | None, right: int | None) -> Mask:
 def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:
     """Packed sequences: a query sees only keys of its own document, and with `causal` only those up to its position.
 
-    `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys, if it is not `cu_q`.
+    `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys. Without `cu_k` both
+    are equal.
     """
     first = tuple(map(int, np.asarray(cu_q).tolist()))
     second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
@@ -275,7 +278,7 @@ def tiles(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> Mask:
 def intervals(first: npt.ArrayLike, end: npt.ArrayLike) -> Mask:
     """Query i sees keys first[i] .. end[i] - 1: two lists, arrays or tensors with one whole number for each query.
 
-    An interval is cut to the keys that there are. A query whose interval is empty sees nothing. Rows and keys are
+    An interval is cut to the keys that exist. A query whose interval is empty sees nothing. Rows and keys are
     counted from the start of the tensors. The batch entries and heads of a call share the mask.
     """
     return Mask(rows=RowIntervals.of(first, end))
@@ -287,9 +290,10 @@ def intervals_by_row(function: Callable[[int], tuple[int, int]], len_q: int) -> 
 
 
 def _blocks(lo: Longs, hi: Longs) -> Documents:
-    """The smallest documents, with as many queries as keys each, that hold all pairs.
+    """The smallest documents that hold all pairs. Each document has as many queries as keys.
 
-    Queries that see nothing, and keys at their positions that nobody sees, become documents without a partner.
+    Queries that see nothing form a document without keys. If no query sees the keys at the same positions, these keys
+    form a document without queries.
     """
     empty = lo == hi
     furthest = np.maximum.accumulate(np.where(empty, 0, hi))  # one past the last key of all rows up to this one
@@ -310,7 +314,7 @@ def _blocks(lo: Longs, hi: Longs) -> Documents:
 
 
 def _window_inside(parts: Documents, lo: Longs, hi: Longs) -> Mask | None:
-    """The window that, inside the documents, gives these intervals, or None. A side of -1 has no Mask."""
+    """The window that gives these intervals inside the documents. None if there is none: no Mask has a side of -1."""
     rows = np.diff(parts.cu_q)
     cu_q, cu_k = np.array(parts.cu_q), np.array(parts.cu_k)
     position = np.arange(len(lo)) + np.repeat(cu_k[1:] - cu_q[1:], rows)

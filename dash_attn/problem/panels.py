@@ -1,4 +1,4 @@
-"""Panels: the query rows of a problem, cut into ranges. A panel is the part of one sequence that is in one range."""
+"""Panels: the query rows of a problem are cut into ranges. A panel is the part of one sequence in one range."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Panel(NamedTuple):
     Rows are counted in the tensors flattened over the batch. The keys of a panel begin at the first key of its
     sequence, so panels of one sequence share keys.
 
-    after     queries that would follow, if the last one were to stand at the last key: 0 unless the window has a right
-              side, or a left side alone
+    after     how many positions the last query is before the last key of the panel. It is 0 unless the window has a
+              right side, or a left side alone
     sequence  the number of its sequence in Problem.sequences
     """
 

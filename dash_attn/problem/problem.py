@@ -94,12 +94,12 @@ class Problem:
 
     @property
     def group(self) -> int:
-        """Query heads per key/value head."""
+        """The number of query heads that share a key/value head."""
         return self.heads_q // self.heads_kv
 
     @property
     def groups(self) -> int:
-        """Key/value heads of all sequences. Each has its own chains and turns."""
+        """The number of key/value heads of the whole batch. Each has its own chains and turns."""
         return self.batch * self.heads_kv
 
     @property
@@ -136,7 +136,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
-        """The documents of each batch entry, or the batch entries themselves."""
+        """The documents of each batch entry. Without documents, the batch entries."""
         return tuple(map(Sequence._make, self.sequence_table.tolist()))
 
     @cached_property
@@ -159,7 +159,7 @@ class Problem:
         mask, after = self.mask, part.after if isinstance(part, Panel) else 0
         if mask.documents is not None:
             mask = replace(mask, documents=None)
-        if after:  # the last query stands before the last key, so the window lies to the left of where it would lie
+        if after:  # the last query is before the last key, so the window moves to the left
             left, right = mask.left, mask.right
             mask = Mask(None if left is None else left + after, None if right is None else right - after)
         return replace(self, batch=1, len_q=part.len_q, len_k=part.len_k, mask=mask, panels=1)

@@ -28,16 +28,16 @@ class Board(NamedTuple):
     chains        columns CHAIN. BATCH is the number of the sequence, KV_HEAD the number of the panel in it
     runs          columns RUN
     q_head        first q head of each chain
-    dq_sum        sum of q tile 0 of the first q head of each chain
-    num_q         q tiles of each chain's sequence
-    contributors  contributions to the dQ tile of each q tile, for all orders one after the other
+    dq_sum        number of the sum of q tile 0 of the first q head of each chain
+    num_q         the number of q tiles of each chain's sequence
+    contributors  the number of contributions to the dQ tile of each q tile. A pack has these numbers for each template
     q_tile        row of `contributors` for q tile 0 of each chain's sequence
     task_first    task number at which each chain begins, and the number of tasks
     part_first    step number at which the parts of each chain begin, and the number of steps
-    kv_sum        sum of the first part of each chain's dK and dV
+    kv_sum        sum that the first part of each chain's dK and dV adds to
     kv_turn       turn of each chain in the sums of its parts
-    parts         parts of a cut chain
-    num_sums      dQ tiles, and parts of dK and dV
+    parts         the number of parts of a cut chain
+    num_sums      the number of sums: dQ tiles, and parts of dK and dV
     """
 
     chains: Int32
@@ -113,5 +113,5 @@ def board_of(program: Program) -> Board:
 
 
 def parts_of(tile_m: int, tile_n: int) -> int:
-    """dK and dV of a kv tile, in parts of the size of a dQ tile."""
+    """The number of parts of dK and dV of a kv tile. A part is as large as a dQ tile."""
     return -(-2 * tile_n // tile_m)

@@ -1,8 +1,8 @@
 """The paper's makespans in closed form: n tiles on n workers, m heads, compute c, reduce r.
 
-`exact` says when the simulator gives exactly the formula. Elsewhere the formula is an approximation. Chains of
-`descending` with r > c collide again and again inside a head. An odd number of heads leaves half of the workers idle at
-the end. An odd number of tiles leaves the middle chain of `symmetric_shift` without a partner.
+`exact` says when the simulator gives exactly the formula. Otherwise the formula is an approximation, for three reasons.
+Chains of `descending` with r > c collide again and again inside a head. An odd number of heads leaves half of the
+workers idle at the end. An odd number of tiles leaves the middle chain of `symmetric_shift` without a partner.
 """
 
 from __future__ import annotations

@@ -32,14 +32,16 @@ class Machine:
     compute   the five products of a task
     reduce    the bulk add of one contribution (32 KB), with all SMs adding
     handoff   from the end of an add until the next contributor sees the turn
-    prologue  begin of a chain, epilogue its end
-    partial   what the element mask adds to a task
-    depth     dQ buffers, writers the warps that add from them
-    store     dV of a chain takes a buffer too, and a writer for this long (0: it does not)
-    fetch     the last contributor of a dQ tile takes the sum in, this long after its turn, and finishes it (0: a pass
-              of its own does)
-    first     a first contribution is stored, not added, in this share of `reduce`
-    jitter    tasks are not equally long: standard deviation as a share of `compute`. The same tasks are long each time
+    prologue  the begin of a chain
+    epilogue  the end of a chain
+    partial   the additional time of a task with an element mask
+    depth     the number of dQ buffers
+    writers   the number of warps that add from the buffers
+    store     the time for which dV of a chain takes a buffer and a writer. 0: dV takes neither
+    fetch     the time in which the last contributor of a dQ tile, after its turn, reads the sum back to finish it. 0: a
+              kernel of its own finishes dQ
+    first     the time of a first contribution, as a share of `reduce`. It is stored, not added
+    jitter    standard deviation of the length of tasks, as a share of `compute`. The same tasks are long each time
     """
 
     compute: float = 2.0
@@ -69,7 +71,7 @@ class Machine:
     def h200(dim: int = 128, last_finishes: bool = False) -> Machine:
         """Fitted to an H200 by `dash-attn calibrate`, with tiles of 64x128 (head dim 128) or 128x128 (head dim 64).
 
-        `last_finishes`: the last contributor of a dQ tile finishes it, as the kernel does with few keys.
+        With `last_finishes` the last contributor of a dQ tile finishes it, as in the kernel for few keys.
         """
         fitted = json.loads(files("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
         if str(dim) not in fitted:

@@ -20,12 +20,14 @@ Work = Program | Tickets
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Result of a simulation; times in the model's unit, sums over all workers.
+    """The result of a simulation. Times are in the unit of the model, summed over all workers.
 
-    busy     computing (and, where the worker itself adds, adding), prologues and epilogues
+    busy     computing, prologues and epilogues. In the paper's model also adding
     stall    contributions waiting at a turnstile, of dQ or of dK and dV
     blocked  workers waiting for a free dQ buffer (machine model only)
-    bubble   workers with nothing to do: busy + bubble + (stall or blocked) = workers * makespan
+    bubble   workers with nothing to do
+
+    workers * makespan is busy + bubble + stall in the paper's model, and busy + bubble + blocked in the machine model.
     """
 
     program: Work
@@ -98,10 +100,10 @@ def simulate(
     placement: Sequences | None = None,
     record: bool = True,
 ) -> Simulation:
-    """Run a program on `workers` workers under a model. A deadlock is a VerifyError, never a wrong number.
+    """Run a program on `workers` workers in a model. A deadlock is a VerifyError, never a wrong number.
 
-    Whoever has verified and placed the program gives the placement; else both happen here. In a pack the worker that
-    is free first draws the next ticket. A trace of a pack gives the placement that its workers have drawn.
+    Without a `placement`, this function verifies the program and places it. In a pack the worker that is free first
+    draws the next ticket. A trace of a pack gives the placement that its workers have drawn.
     """
     model = Paper() if model is None else model
     if isinstance(program, Tickets):
@@ -133,7 +135,7 @@ def _draw(tickets: Tickets, workers: int, model: Model, record: bool) -> Simulat
 
 
 def lower_bounds(program: Work, workers: int, model: Model) -> dict[str, float]:
-    """Times below which no order and no placement can be: chains stay whole, a sum takes one add at a time."""
+    """No order and no placement is faster than these times: chains stay whole, and a sum takes one add at a time."""
     costs, board = model.costs(), board_for(program)
     paces = costs.paces(board.num_tasks)
     until = np.concatenate([[0.0], np.cumsum(paces)])[board.task_first]
@@ -160,9 +162,9 @@ def _adds(contributors: int, costs: Costs) -> float:
 
 
 def _longest_kv_sum(board: Board, until_end: Floats, costs: Costs) -> float:
-    """The q heads of a group add to a part of dK or dV one after the other, the first of them when its tasks are done.
+    """The q heads of a group add to a part of dK or dV in turn. The first q head adds when its tasks are done.
 
-    If the worker itself adds, the last q head then has the other parts to add.
+    If the worker itself adds, the last q head then adds its other parts.
     """
     cut = np.diff(board.part_first) > 0
     if not cut.any():
@@ -177,7 +179,7 @@ def _longest_kv_sum(board: Board, until_end: Floats, costs: Costs) -> float:
 
 
 def _whole_chains(chains: Floats, workers: int) -> float:
-    """Of the k * workers + 1 longest chains, some worker runs k + 1: at least as long as the shortest k + 1 of them."""
+    """Of the k * workers + 1 longest chains, some worker runs k + 1: at least as long as the k + 1 shortest of them."""
     longest = np.sort(chains)[::-1]
     until = np.concatenate([[0.0], np.cumsum(longest)])
     last = np.arange(0, len(chains), workers)
@@ -185,7 +187,7 @@ def _whole_chains(chains: Floats, workers: int) -> float:
 
 
 def task_names(program: Work) -> TaskNames:
-    """Names of all tasks, and then of the ends of cut chains."""
+    """Names of all tasks, and then of the parts of cut chains."""
     board = board_for(program)
     tasks = board.expand()
     sequence, _, kv_tile = board.chains[tasks.chain, CHAIN_NAME].astype(np.int64).T

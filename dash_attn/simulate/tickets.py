@@ -18,7 +18,7 @@ class Tickets:
 
     board        its chains, in the order of tickets. Column BATCH is the number of the document in the pack
     bundles      the chains of each ticket
-    co_resident  workers that the orders of the documents need at once
+    co_resident  the number of workers that must run at the same time
     """
 
     policy: str
@@ -100,7 +100,7 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
 def _in_pack(docs: Longs) -> Longs:
     """The number of each document in the pack. `docs` has the documents in launch order.
 
-    An empty document begins where the next one begins, and stands before it.
+    An empty document begins at the same row as the next document, and comes before it.
     """
     order = np.lexsort((docs[:, Doc.Q_ROWS] + docs[:, Doc.K_ROWS] > 0, docs[:, Doc.K_ROW], docs[:, Doc.Q_ROW]))
     number = np.empty(len(docs), np.int64)
@@ -109,5 +109,5 @@ def _in_pack(docs: Longs) -> Longs:
 
 
 def _before(counts: Longs) -> Longs:
-    """The sum of all counts before each."""
+    """For each count: the sum of the counts before it."""
     return np.cumsum(counts) - counts

@@ -18,10 +18,10 @@ from dash_attn.verify.waits import rounds_of, waits
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """A program that may run. `co_resident` is how many workers it needs at once.
+    """A program that may run. `co_resident` is the number of workers that must run at the same time.
 
-    `rounds` gives the round of each bundle. Bundles wait only for bundles of their own round and of earlier rounds. It
-    is None if the launch queue does not go round by round.
+    `rounds` gives the round of each bundle. Bundles wait only for bundles of their own round and of earlier rounds. If
+    the launch queue does not go round by round, `rounds` is None.
     """
 
     program: Program
@@ -29,7 +29,7 @@ class Verified:
     rounds: Longs | None
 
     def on(self, workers: int) -> Placed:
-        """Place it on `workers` co-resident workers. Whether they are enough is decided here and nowhere else."""
+        """Place the program on `workers` co-resident workers. Only this function decides whether they are enough."""
         if workers < max(1, self.co_resident):
             raise TooFewWorkers(self.program.policy, max(1, self.co_resident), workers)
         return Placed(self.program, self.co_resident, place(self.program, workers, self.rounds))
@@ -54,7 +54,7 @@ class Placed:
 
 
 def verify(program: Program) -> Verified:
-    """Check a program. VerifyError says what is wrong, and names tasks where it can."""
+    """Check a program. A VerifyError says what is wrong, and names tasks if it can."""
     check_tables(program)
     state = tile_states(program)
     kinds, kind_of = panels(program)
@@ -65,7 +65,7 @@ def verify(program: Program) -> Verified:
     together = program.geometry.share > 1 and not all(each.orderly for each in known)
     if rounds is None or together:
         return Verified(program, _needs(program, program.bundles), rounds)
-    # The queue needs what its neediest panel needs alone: see `rounds_of`.
+    # The queue needs as many workers as the panel that needs most: see `rounds_of`.
     needs = [
         int(each.held.max(initial=-1)) + 1 if each.orderly else _needs(program, panel.bundles)
         for panel, each in zip(kinds, known, strict=True)
@@ -74,7 +74,7 @@ def verify(program: Program) -> Verified:
 
 
 def _needs(program: Program, bundles: Sequences) -> int:
-    """How many co-resident workers these bundles need, if no cycle is in their order."""
+    """The number of co-resident workers that these bundles need. A cycle in their order is a VerifyError."""
     outcome = play(program, bundles, None, resident=1)
     if outcome.status == STUCK:
         raise VerifyError(*_cycle(program, bundles, outcome))
@@ -120,8 +120,8 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
 
 
 def _before(program: Program, task: Task) -> tuple[int, Task]:
-    """The task with the turn before this one at the same sum, and its chain. No run is unrolled: there may be more
-    tasks than fit in memory."""
+    """The chain of the task that has the turn before this one at the same sum, and that task. No run is unrolled,
+    because there may be more tasks than fit in memory."""
     kv_head, head = divmod(task.q_head, program.geometry.group)
     if task.q_tile == END_OF_CHAIN:
         name = [task.batch, kv_head - 1, task.kv_tile]

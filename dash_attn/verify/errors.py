@@ -1,4 +1,4 @@
-"""What verification refuses with."""
+"""The errors of verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class VerifyError(ValueError):
 
 
 class TooFewWorkers(VerifyError):
-    """The program is right, but its chains wait for each other and need `needed` workers at once."""
+    """The program is right, but its chains wait for each other and need `needed` workers at the same time."""
 
     def __init__(self, policy: str, needed: int, workers: int) -> None:
         super().__init__(

@@ -16,10 +16,10 @@ WAY_OUT = "make a program for this problem and the tiles of its backend, or give
 
 
 def matches(program: Program, problem: Problem, shape: TileShape) -> None:
-    """VerifyError names the first thing in which the program is not one for this problem cut into these tiles.
+    """Raises a VerifyError if the program is not for this problem and tile shape. It names the first difference.
 
-    `verify` takes the program's tile table as the statement of what must be done. This function compares that
-    statement with the problem: sizes, tile shape, and the state of every tile.
+    `verify` takes the tile table of the program as given. This function compares the table and the geometry with the
+    problem: sizes, tile shape, and the state of every tile.
     """
     heads, group = problem.heads_kv, problem.group
     share = group if program.geometry.share > 1 else 1  # q heads that are panels of their own

@@ -19,7 +19,7 @@ BLOCK = 2**18  # tiles that are unrolled at a time: the arrays stay in cache
 
 @dataclass(frozen=True, eq=False)
 class Panel:
-    """The chains of one group, as they are launched. `starts` says which of them begin a bundle."""
+    """The chains of one panel, in launch order. `starts` says which of them begin a bundle."""
 
     program: Program
     chains: Int32
@@ -27,7 +27,7 @@ class Panel:
 
     @property
     def tasks(self) -> Longs:
-        """How many tasks each chain has."""
+        """The number of tasks of each chain."""
         counts: Longs = np.diff(self.program.task_first)[self.chains]
         return counts
 
@@ -38,7 +38,7 @@ class Panel:
 
 
 def panels(program: Program) -> tuple[list[Panel], Longs]:
-    """Panels that differ in their runs, launch or bundles, and which of them each group is like."""
+    """The kinds of panels, which differ in their runs, launch or bundles, and the number of the kind of each panel."""
     g = program.geometry
     chains = program.launch[np.argsort(program.groups[program.launch], kind="stable")]
     starts = np.zeros(len(chains), bool)
@@ -55,10 +55,10 @@ def panels(program: Program) -> tuple[list[Panel], Longs]:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The contributions of a panel: dQ tile by dQ tile, and in each by turn.
+    """The contributions of a panel, sorted by dQ tile and then by turn.
 
-    `task` is the number of the contributing task in the panel, whose tasks are numbered as they are launched. `opens`
-    marks the first contribution of each sum.
+    `task` is the number of the contributing task. The tasks of a panel are numbered in launch order. `opens` marks the
+    first contribution of each sum.
     """
 
     task: Longs
@@ -66,7 +66,7 @@ class Sums:
 
 
 def check_panel(panel: Panel, state: States) -> Sums:
-    """VerifyError names a tile that is not visited once with the right mask flag, or turns that are no permutation."""
+    """Raises a VerifyError if a tile is not visited once with the right mask flag, or if turns are no permutation."""
     program, g = panel.program, panel.program.geometry
     kv, size = program.chains[panel.chains, Chain.KV_TILE], g.group * g.num_q
     tasks = panel.tasks
@@ -107,7 +107,7 @@ def _visits(panel: Panel, some: slice) -> tuple[Longs, Longs, States]:
 
 
 def _cover_error(program: Program, chain: int, state: States) -> VerifyError:
-    """A chain visits each of its non-empty tiles once per query head of its group, with the right mask flag."""
+    """The error of a chain that does not visit each of its non-empty tiles once per query head, with the right flag."""
     batch, kv_head, kv_tile, first, count = program.chains[chain].tolist()
     heads, seen = program.geometry.group, set[tuple[int, int]]()
     for run in range(first, first + count):
@@ -130,7 +130,7 @@ def _cover_error(program: Program, chain: int, state: States) -> VerifyError:
 
 
 def _turn_error(panel: Panel, room: Longs) -> VerifyError:
-    """In each plane the turns of a dQ tile are 0 .. contributors - 1, each once."""
+    """The error of a panel in which the turns of some dQ tile are not 0 .. contributors - 1, each once."""
     target, turn, _ = _visits(panel, slice(None))
     for outside in np.flatnonzero((turn < 0) | (turn >= room[target]))[:1]:
         task = _task(panel, int(outside))

@@ -42,12 +42,13 @@ def check_tables(program: Program) -> None:
 
 
 def tile_states(program: Program) -> States:
-    """What the tile table says: the TileState of each tile, kv tiles x q tiles."""
+    """The TileState of each tile in the tile table, kv tiles x q tiles."""
     g = program.geometry
     kv, first, count, partial = program.tiles.T.astype(np.int64)
     state = np.zeros((g.num_kv, g.num_q), np.int8)
     known = _within(kv, g.num_kv) and _within(first, g.num_q) and _within(partial, 2)
-    # Rows of more tiles than there are overlap. They are not unrolled: there may be more than fit in memory.
+    # If the rows have more tiles in all than exist, some rows overlap. Such rows are not unrolled, because they may
+    # have more tiles than fit in memory.
     fits = known and bool(((count > 0) & (count <= g.num_q - first)).all()) and count.sum() <= state.size
     if fits:
         tiles = numbers(kv * g.num_q + first, np.ones_like(count), count)

@@ -1,4 +1,4 @@
-"""Who waits for whom: how many bundles must be at work at once, and which of them form a round."""
+"""Which bundles wait for which: how many bundles must run at the same time, and which bundles form a round."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PASSES = 32  # over all tasks of a panel; orders of the policies need two or thr
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """`held[b]` is how many of the bundles before bundle b of a panel cannot end before bundle b is started.
+    """`held[b]` is the number of earlier bundles of a panel that cannot end before bundle b starts.
 
-    `orderly` proves that the panel has no cycle. A panel that is not orderly may have one.
+    If `orderly` is true, the panel has no cycle. A panel that is not orderly may have a cycle.
     """
 
     held: Longs
@@ -45,10 +45,10 @@ def waits(panel: Panel, sums: Sums) -> Waits | None:
 
 
 def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
-    """For each bundle the last bundle that must be started before it can end. `bundle` is the bundle of each task.
+    """For each bundle the last bundle that must start before it can end. `bundle` is the bundle of each task.
 
-    What a task needs, the tasks behind it in its sum and in its bundle need too. None if more than PASSES passes along
-    sums and bundles are needed.
+    Later tasks of the same sum and of the same bundle need everything that a task needs. The result is None if it takes
+    more than PASSES passes along sums and bundles.
     """
     task, by_sum, by_bundle = sums.task, np.cumsum(sums.opens) * count, bundle * count
     needed = bundle
@@ -66,30 +66,30 @@ def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
 
 
 def rounds_of(program: Program, begins: list[Bools]) -> Longs | None:
-    """The round of each bundle, if the launch queue goes round by round. `begins` marks, group by group, the bundles
+    """The round of each bundle, if the launch queue goes round by round. `begins` marks, panel by panel, the bundles
     with which a round begins.
 
-    Such a queue needs as many workers as its neediest panel alone. Proof: let R workers be enough for each panel alone,
-    and let the queue be stuck with R bundles at work. All rounds before the first unfinished round are done. If bundles
-    of that round are still to start, all R bundles at work are of that round, and R are enough. If none is still to
-    start, all bundles of the round are at work, and they wait only for each other. Both ways some bundle moves.
+    Such a queue needs as many workers as the panel that needs most. Proof: let R workers be enough for each panel
+    alone, and let the queue be stuck with R bundles at work. All rounds before the first unfinished round are done. If
+    some bundles of that round have not started, all R bundles at work belong to that round, and R workers are enough
+    for it. If all bundles of that round have started, they wait only for each other. In both cases some bundle moves.
     """
     group = program.groups[program.launch]
     of_bundle = group[program.bundle_first[:-1]]
     if (group != np.repeat(of_bundle, np.diff(program.bundle_first))).any():
-        return None  # a bundle has chains of several groups
+        return None  # a bundle has chains of several panels
     if not _ends_in_sequence(program):
         return None  # a chain waits at the sums of dK and dV for a chain that is launched later
     begin = np.empty(len(of_bundle), bool)
     begin[np.argsort(of_bundle, kind="stable")] = np.concatenate(begins)
     if not begin[1:][of_bundle[1:] != of_bundle[:-1]].all():
-        return None  # bundles of other groups come between the bundles of a round
+        return None  # bundles of other panels come between the bundles of a round
     rounds: Longs = np.cumsum(begin)
     return rounds
 
 
 def _ends_in_sequence(program: Program) -> bool:
-    """Are the panels that add to the same dK and dV, in the order of their numbers, launched in that order?"""
+    """Whether panels that add to the same dK and dV are launched in the order of their numbers, in which they add."""
     g = program.geometry
     if g.share == 1:
         return True

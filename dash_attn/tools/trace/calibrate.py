@@ -37,8 +37,8 @@ TOKENS, HIDDEN = 16384, 2048  # of the paper's grid
 CELL = re.compile(r"d(64|128) (full|causal) (\d+)")
 MASKS = {str(mask): mask for mask in (FULL, CAUSAL)}  # those of the grid, which the side kernels are fitted for
 FITTED = ("compute", "reduce", "handoff", "prologue", "partial", "store", "fetch")
-# A time that the measurements say little about stays near where the fit began. A factor of e away from there counts as
-# this much error.
+# A time that the measurements say little about stays near its first value. A factor of e away from the first value
+# counts as this relative error.
 PRIOR = 0.02
 LARGE = 0.05  # larger errors count more than their square
 WITHIN = 0.10  # a prediction is right if its relative error is at most this
@@ -47,7 +47,7 @@ LEVEL = 0.02  # policies closer than this are level
 
 @dataclass(frozen=True)
 class Cell:
-    """A problem by the name it has in the results. Its mask is full or causal."""
+    """A problem, and its name in the results. Its mask is full or causal."""
 
     name: str
     problem: Problem
@@ -93,7 +93,8 @@ class Sample:
 
     @property
     def runs(self) -> tuple[str, bytes, bytes]:
-        """What really ran. A window wider than a head is the same order under another name."""
+        """The order and the placement that ran. Two policies can have the same: if a window holds all chains of a head,
+        a larger width changes only the name."""
         placement = self.placed.placement
         return self.placed.program.fingerprint, placement.first.tobytes(), placement.chains.tobytes()
 
@@ -116,7 +117,7 @@ class Call:
 
     def main(self, sample: Sample) -> float:
         """Time of the main kernel."""
-        # Where a pass of its own finishes dQ, no contributor takes the sum in.
+        # If a kernel of its own finishes dQ, no contributor reads the sum back.
         takes_sum = sample.cell.config.last_finishes
         machine = self.machine if takes_sum else replace(self.machine, fetch=0.0)
         return play(sample.placed.program, sample.placed.placement, machine.costs()).makespan
@@ -138,10 +139,11 @@ class Call:
         return Call(replace(self.machine, **dict(zip(FITTED, times, strict=True))), start, finish)
 
 
-# Where a fit begins, per head dim. It is near the fitted H200, because a makespan as a function of these times has many
-# valleys. At head dim 64 turns are split: both writers add halves of the same tile, so they count as one. `first` and
-# `jitter` are not fitted, as makespans say little about them. `first` is read off traces. `jitter` is larger than in
-# traces, because it also stands for adds and ends of chains, which differ more and have no jitter of their own.
+# First values of a fit, for each head dim. They are near the fitted H200, because a makespan as a function of these
+# times has many valleys. At head dim 64 turns are split: both writers add halves of the same tile, so they count as
+# one. `first` and `jitter` are not fitted, as makespans say little about them. `first` is read off traces. `jitter` is
+# larger than in traces, because it also stands for adds and ends of chains, which differ more and have no jitter of
+# their own.
 BEGIN = {
     128: Call(Machine(2.05, 2.3, 0.3, 2.0, 0.0, 0.01, store=6.5, fetch=0.7, first=0.85, jitter=0.1), 48.0, 10.0),
     64: Call(Machine(2.35, 1.8, 0.06, 1.4, 0.0, 0.3, 2, 1, 1.8, 1.2, first=0.7, jitter=0.1), 48.0, 44.0),
@@ -183,7 +185,7 @@ def _of_results(path: Path) -> Iterator[Sample]:
 
 
 def _of_trace(path: Path) -> Iterator[Sample]:
-    """The times of the call and of its main kernel without tracing, where the trace has them; else as traced."""
+    """The times of the call and of its main kernel without tracing. A trace without them gives the traced time."""
     trace = load_trace(path)
     if trace.program.mask not in MASKS:
         raise ValueError(f"{path} is a trace of the mask {trace.program.mask}: calibration takes {' and '.join(MASKS)}")
@@ -258,13 +260,13 @@ class CellReport:
 
     @property
     def ranked(self) -> bool:
-        """Wherever every file says that one policy is faster than another, the prediction does not say the opposite.
-        Times that are level, measured or predicted, say neither."""
+        """If one policy is faster than another in every file, the prediction does not say the opposite. Times that are
+        level, measured or predicted, say nothing."""
         return self._ranked(LEVEL)
 
     @property
     def strictly_ranked(self) -> bool:
-        """The same, but no prediction is level: the smaller number is faster."""
+        """As `ranked`, but no prediction counts as level: the smaller number is faster."""
         return self._ranked(0.0)
 
     def _ranked(self, level: float) -> bool:

@@ -1,4 +1,4 @@
-"""The machine model read off a trace: medians of what tasks, chains and turns took."""
+"""The machine model of one trace: medians of the times of tasks, chains and turns."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def fit_trace(times: Measured) -> Machine:
     reduce = median(add[(tasks.turn > 0) & ~times.takes_sum], base.reduce)
     alike = (times.blocked == 0) & ~tasks.partial
     alike[board.task_first[1:] - 1] = False  # no task follows the last task of a chain
-    # A hand-over shows where the writer of the next contribution was idle and watched for its turn.
+    # A hand-over can be measured only if the writer of the next contribution was idle and waited for its turn.
     order = np.lexsort((tasks.turn, tasks.target))
     before, after = order[:-1], order[1:]
     idle = times.landed_before(times.rows.task_worker, times.rows.task_row, 1 if times.split else base.writers)
     watched = (tasks.target[before] == tasks.target[after]) & (idle[after] < task["landed"][before])
     handoff = (task["turn"][after] - task["landed"][before])[watched]
-    # Where the last contributor finishes dQ, its slot comes with the sum in it, some time after the turn.
+    # If the last contributor finishes dQ, it gets its slot with the sum in it, some time after its turn.
     fetched = times.takes_sum & (task["turn"] > task["computed"])
     since = times.over[:-1]
     begin = np.full(len(times.begun), np.nan)
@@ -48,6 +48,6 @@ def fit_trace(times: Measured) -> Machine:
 
 
 def median(values: Floats, otherwise: float) -> float:
-    """The median, rounded to the nanosecond; `otherwise` where the trace shows no such time."""
+    """The median, rounded to the nanosecond. Without values it is `otherwise`."""
     seen = values[np.isfinite(values)]
     return max(0.0, round(float(np.median(seen)), 3)) if len(seen) else otherwise

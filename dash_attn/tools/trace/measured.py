@@ -1,4 +1,4 @@
-"""When every task of a trace really ran, in microseconds since the first worker began, and where the time went."""
+"""When every task of a trace ran, in microseconds since the first worker began, and where the time went."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ Longs = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 IN_TIME = 1.5  # us: longer than any load takes
-EARLY = 10.0  # tasks: whoever waits longer for a slot began a window before the others were ready for it
+EARLY = 10.0  # tasks: a worker that waits longer for a slot began a window before the others were ready for it
 
-# The common clock may tick once a microsecond only: ties of the two clocks closer than this (ns) would add noise.
+# The common clock may tick only once a microsecond. A tie is a moment when both clocks were read. Ties closer than this
+# (ns) would add noise.
 TIE_APART = 100_000
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which row of the events belongs to what.
+    """Which row of the events belongs to which task or chain.
 
-    Tasks are in the order of the board, chains in placement order. The end of a chain has one row, and that of a cut
-    chain has one for each part of dV and dK: `end_row` is [chains, parts].
+    Tasks are in the order of the board, chains in placement order. The end of a chain has one row. The end of a cut
+    chain has a row for each part of dV and dK: `end_row` is [chains, parts].
     """
 
     task_worker: Longs
@@ -80,7 +81,7 @@ class Measured:
 
     @property
     def granted(self) -> Floats:
-        """When a contribution was both there and in turn."""
+        """When a contribution was in its slot and its turn had come."""
         return np.maximum(self.task["turn"], self.task["staged"])
 
     @property
@@ -90,7 +91,7 @@ class Measured:
         return over
 
     def landed_before(self, worker: Longs, row: Longs, back: int) -> Floats:
-        """When the contribution, or dV, that is `back` entries earlier had left its slot."""
+        """When the slot of the entry `back` entries earlier was free again: its contribution, or its dV, had landed."""
         landed = np.full(self.trace.events.shape[:2], -np.inf)
         landed[self.rows.task_worker, self.rows.task_row] = self.task["landed"]
         landed[self.rows.chain_worker[:, None], self.rows.end_row] = self.end["landed"]
@@ -99,7 +100,7 @@ class Measured:
 
     @cached_property
     def takes_sum(self) -> Bools:
-        """Tasks whose slot comes with the sum of all others in it, where the last contributor finishes dQ."""
+        """Tasks that finish dQ: the last contributor of a dQ tile gets its slot with the sum of all others in it."""
         board = self.trace.board
         tasks = board.tasks()
         last = (tasks.turn > 0) & (tasks.turn == board.contributors[board.q_tile[tasks.chain] + tasks.q] - 1)
@@ -108,7 +109,7 @@ class Measured:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of the kernel, as far as the trace says."""
+        """The config of the kernel, if the trace has it."""
         return dict(self.trace.facts.get("config", {}))
 
     @cached_property
@@ -119,15 +120,15 @@ class Measured:
 
     @cached_property
     def end_blocked(self) -> Floats:
-        """How long the end of each chain waited for slots, for its dV, or for the parts of dV and dK."""
+        """How long the end of each chain waited for slots: of its dV, or of the parts of dV and dK."""
         rows = self.rows
         at = rows.chain_worker[:, None], rows.end_row
         waited: Floats = self._waited(self.end, at, np.ones(rows.end_row.shape, bool)).sum(1)
         return waited
 
     def _waited(self, times: dict[str, Floats], at: tuple[Longs, Longs], plain: Bools) -> Floats:
-        """From `computed` to `slot`, less what passes there when the slot has long been free: the time that stamps and
-        barriers take themselves."""
+        """The time from `computed` to `slot`, less the usual time there if the slot is free. That is the time of the
+        stamps and barriers themselves."""
         took = times["slot"] - times["computed"]
         free = plain & (self.landed_before(*at, DQ_SLOTS) <= times["computed"])
         waited: Floats = np.where(free, 0.0, np.maximum(0.0, took - usual(took[free])))
@@ -135,8 +136,8 @@ class Measured:
 
     @property
     def late(self) -> Floats:
-        """How long each task's successor in its chain waited for Q. When Q came is not stamped, only when it was asked
-        for: a pause counts where it is twice as long as is usual with Q asked for in time."""
+        """How long the next task of each task's chain waited for Q. The arrival of Q has no stamp, only the request for
+        Q. A pause counts if it is more than twice as long as the usual pause after a request in time."""
         pause = self.pitch() - (self.task["left"] - self.task["begun"])
         asked = np.append(self.task["loaded"][1:], np.inf)
         normal = usual(pause[(pause > 0) & (self.task["left"] - asked > IN_TIME)])
@@ -151,7 +152,8 @@ class Measured:
         return tasks
 
     def pitch(self) -> Floats:
-        """From each task's begin to that of the next one of its chain, or to the end of the last."""
+        """The time from the begin of each task to the begin of the next task of its chain. The last task of a chain has
+        the time to its own end."""
         begun = self.task["begun"]
         until = np.append(begun[1:], 0.0)
         first = self.trace.board.task_first
@@ -162,7 +164,7 @@ class Measured:
 
 
 def measured(trace: Trace) -> Measured:
-    """Put events to tasks, and cycles of each SM on one time axis."""
+    """Find the events of each task, and convert the cycles of all SMs to one time axis."""
     rows, events = Rows.of(trace), trace.events
     if events.ndim != 3 or events.shape[2] != len(STAMPS) or len(events) != len(trace.placement.first) - 1:
         raise ValueError(f"events of shape {events.shape} do not belong to {len(trace.placement.first) - 1} workers")
@@ -199,7 +201,7 @@ def measured(trace: Trace) -> Measured:
 
 
 def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:
-    """Cycles of one SM as microseconds, between and beyond moments when both clocks were read."""
+    """Cycles of one SM as microseconds, from moments when both clocks were read."""
     keep, last = [0], len(ns) - 1
     for i in range(1, last):
         if ns[i] - ns[keep[-1]] >= TIE_APART and ns[last] - ns[i] >= TIE_APART:
@@ -213,7 +215,7 @@ def on_common_clock(cycles: Longs, cycle: Longs, ns: Longs) -> Floats:
 
 
 def usual(took: Floats) -> float:
-    """The median; nothing where there is none."""
+    """The median, or 0 without values."""
     return float(np.median(took)) if len(took) else 0.0
 
 
@@ -231,8 +233,8 @@ WHAT = {
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the SMs' time went, in microseconds summed over the workers; all but `turns` and `early` add up to the
-    whole. WHAT says what is what."""
+    """Where the time of the SMs went, in microseconds summed over the workers. All fields but `turns` and `early` add
+    up to `whole`. WHAT explains the fields."""
 
     whole: float
     compute: float
@@ -258,7 +260,7 @@ def shares(run: Measured) -> Shares:
     passing = run.pitch() - (task["left"] - task["begun"]) + task["slot"] - task["computed"]
     end_passing = float((end["slot"] - end["computed"]).sum())
     gaps = float(passing.sum()) + end_passing - slots - float(late.sum())
-    # A chain's first task begins this long behind the end of the chain before it.
+    # The end of the chain before each chain. The first chain of a worker has the start of the worker.
     since = np.append(0.0, run.over[:-1])
     firsts = run.trace.placement.first[:-1]
     since[firsts] = run.start
@@ -268,7 +270,7 @@ def shares(run: Measured) -> Shares:
     after = float((run.over - run.begun).sum()) - end_passing
     last = run.over[run.trace.placement.first[1:] - 1]
     bubble = float((run.makespan - last).sum() + run.start.sum())
-    # The tie stamp of a chain comes a moment behind its last task: that moment is part of the edge.
+    # The tie of a chain is read a moment after its last task. That moment is part of the edge.
     task_end = np.zeros(len(run.begun))
     ends = task_first[run.trace.placement.chains + 1] - 1
     task_end[has_tasks] = run.begun[has_tasks] - task["left"][ends[has_tasks]]

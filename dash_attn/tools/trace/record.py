@@ -1,4 +1,4 @@
-"""A trace as it came off the GPU, to and from file."""
+"""A trace as the GPU wrote it, and its file."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ MOST_BYTES = {STEPS: 2**30, FIRST: 2**20, CHAINS: 2**26, FACTS: 2**16}  # that a
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Events of one backward: `events[worker, 1 + entry]` holds STAMPS of backends/sm90/config.py, row 0 HEAD.
+    """Events of one backward. `events[worker, 1 + entry]` holds STAMPS of backends/sm90/config.py, row 0 holds HEAD.
 
-    `placement` has no idle workers. In a pack it has the chains that each worker has drawn. `facts` says what ran
-    where, and how long it takes without tracing.
+    `placement` has no idle workers. In a pack it has the chains that each worker has drawn. `facts` says what ran and
+    on which GPU, and how long it takes without tracing.
     """
 
     program: Work
@@ -46,12 +46,12 @@ class Trace:
 
 
 def ends_of(board: Board) -> int:
-    """Entries of a worker for the end of a chain."""
+    """The number of entries for the end of a chain."""
     return max(1, board.parts)
 
 
 def entries_of(board: Board) -> npt.NDArray[np.int64]:
-    """Entries of a worker for each chain: its tasks and its end."""
+    """The number of entries of each chain: its tasks and its end."""
     return np.diff(board.task_first) + ends_of(board)
 
 
@@ -69,14 +69,14 @@ def drawn(tickets: Tickets, numbers: npt.NDArray[np.int64]) -> Sequences:
 
 
 def without_idle(placement: Sequences) -> Sequences:
-    """As the kernel is launched: a worker without chains gets no CTA."""
+    """The placement without idle workers. The kernel starts no CTA for a worker without chains."""
     used = np.flatnonzero(np.diff(placement.first))
     return Sequences(np.append(placement.first[:-1][used], placement.first[-1]), placement.chains)
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
-    """A program file with the events beside the tables: `dash-attn verify` reads it too. A file of a pack has no
-    tables, because the facts say how to make them."""
+    """Write a program file that also has the events. `dash-attn verify` reads it too. A file of a pack has no program
+    tables, because the facts say how to make the pack again."""
     first, chains = trace.placement.first, trace.placement.chains
     extra: dict[str, npt.NDArray[Any]] = {
         STEPS: pack(trace.events),
@@ -93,7 +93,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace; ValueError says what is wrong with a file that is none."""
+    """Read a trace. If the file is no trace, a ValueError says why."""
     if not Path(path).is_file():
         raise ValueError(f"no such file: {path}")
     extra = load_extra(path, MOST_BYTES)
@@ -148,7 +148,7 @@ def pack_of(facts: dict[str, Any]) -> Pack:
 
 
 def check_drawn(tickets: Tickets, placement: Sequences) -> None:
-    """Every chain has one worker, and the workers do not wait for each other for ever."""
+    """Raises a ValueError unless every chain has one worker and the workers do not wait for each other forever."""
     whole = np.array_equal(np.sort(placement.chains), np.arange(len(tickets.board.chains)))
     steady = placement.first[0] == 0 and (np.diff(placement.first) > 0).all()
     if not (whole and steady and placement.first[-1] == len(placement.chains)):
@@ -164,8 +164,8 @@ def as_int32(array: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
 
 
 def pack(events: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-    """Steps of each stamp from entry to entry, lowest bytes of all first: most bytes are zero then, and a file half as
-    large."""
+    """The differences of each stamp from entry to entry. The lowest bytes of all differences come first, then the next
+    bytes. So most bytes are zero, and the file is half as large."""
     steps = np.diff(events.transpose(0, 2, 1), axis=2, prepend=0).astype("<i8")
     return np.moveaxis(steps[..., None].view(np.uint8), -1, 0)
 

@@ -29,7 +29,7 @@ MOST_EVENTS = 2**31  # 64-bit words of events, 16 GiB
 
 
 def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trace:
-    """Random inputs through the kernel with tracing, and without it for the times and for the bits."""
+    """Trace a backward on random inputs. The kernel also runs without tracing, for its times and bits."""
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(problem, policy, Options(), device)
     operands = draw_operands(problem, device, seed)

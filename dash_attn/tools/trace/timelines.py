@@ -12,7 +12,7 @@ from dash_attn.tools.trace.measured import Measured
 
 
 def timeline(run: Measured) -> Timeline:
-    """Events by SM, as the simulator's by worker. The parts of cut chains come after the tasks."""
+    """The measured events, a row for each SM. The parts of cut chains come after the tasks."""
     program, task, worker = run.trace.program, run.task, run.rows.task_worker
     times = [task["begun"], task["left"], task["staged"], run.granted, task["landed"]]
     if run.trace.board.parts:
@@ -31,7 +31,7 @@ def timeline(run: Measured) -> Timeline:
 
 
 def simulated(run: Measured, model: Machine) -> tuple[Simulation, Timeline]:
-    """The same program on the same workers in the model, its rows ordered by SM as well."""
+    """The same program on the same workers in the model, also a row for each SM."""
     trace = run.trace
     result = simulate(trace.program, len(run.sm), model, placement=trace.placement)
     line = result.timeline
