@@ -49,8 +49,8 @@ class Piece(IntEnum):
 class KernelConfig:
     """One build of the kernel. Equal configs have equal machine code. A config that cannot run cannot be made.
 
-    In ordered builds the gradient bits follow from the Program, the head dim, the dtype and the mask. The other fields
-    change only the speed.
+    In ordered builds the gradient bits follow from the Program, the head dim, the dtype, the mask and softcap. The
+    other fields change only the speed.
     """
 
     columns: int  # head dim of the tensors; loads pad a tile with zeros to `dim` columns, stores drop the padding

@@ -39,10 +39,8 @@ GROUPS |= {
     for dim in (64, 128)
     for how in PACKED
 }
-GROUPS["softcap 64"] = [
-    f"main,64,{how}" for how in ("bf16,full,1,0,softcap", "fp16,causal,1,0,softcap,cut", "bf16,interval,1,0,softcap")
-]
-GROUPS["softcap 128"] = ["main,128,bf16,causal,1,0,softcap", "main,128,bf16,interval,1,8192,softcap,packed,cut"]
+GROUPS["softcap"] = ["main,64,bf16,full,1,0,softcap", "main,64,fp16,interval,1,0,softcap,cut"]
+GROUPS["softcap"] += ["main,128,bf16,causal,1,0,softcap"]
 SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,packed" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,{how}" for kind in ("prepare", "finish_kv") for dim in (64, 80) for how in CUT]
