@@ -22,7 +22,7 @@ def assemble(
 ) -> Assembly:
     """The checked tables of a problem. Each of its sequences, or each of its panels, is ordered by itself.
 
-    With `held` the tables have these panels only. Their rows of q lie in a tensor that has no others.
+    With `held` the tables have only these panels. Their rows of q lie in a tensor that has no other rows.
     """
     family, several = Family.of(problem, shape, policy), problem.panels > 1
     known = templates(family)

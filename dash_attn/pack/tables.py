@@ -113,7 +113,7 @@ class Sizes:
                     turn. With panels every panel has its own sums
     panels          the number of ranges that the queries of a batch entry are cut into
     all_keys        every panel sees all keys of its sequence. Otherwise the last query of a panel is at its last key
-    apart           the panels are some of a problem's. Their sums are added elsewhere, so there are no folds
+    apart           the pack has only some panels of a problem. Their sums are added elsewhere, so there are no folds
     """
 
     shape: TileShape
