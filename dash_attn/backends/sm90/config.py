@@ -222,8 +222,9 @@ def select(
         tuned = KernelConfig(
             dim, dtype, mask, ordered, finish, split=True, lse_ahead=2, delta_ahead=2, k_kept=3, peek=True
         )
-        # Slopes pass through registers on their way to shared memory and back. With K beside them some builds spill.
-        return replace(tuned, softcap=True, k_kept=0) if softcap else tuned
+        # Slopes pass through registers on their way to shared memory and back. With K or more of LSE beside them some
+        # builds spill.
+        return replace(tuned, softcap=True, lse_ahead=1, k_kept=0) if softcap else tuned
     return KernelConfig(dim, dtype, mask, ordered, finish, p_early=12, delta_ahead=3, softcap=softcap)
 
 
