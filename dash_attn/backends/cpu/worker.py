@@ -79,25 +79,24 @@ class Worker:
         for head, q_tile, step, length, turn, turn_step, partial in job.program.runs[first : first + count].tolist():
             target = ((batch * g.heads_kv + kv_head) * g.group + head) * g.num_q + q_tile
             for i in range(length):
-                dq = self._compute(job.buffers.queries[target + i * step], keys, dk, dv, partial != 0)
+                self._permit()  # not inside: a fork would wait for a worker that waits for a permit
+                with forks.apart:
+                    dq = self._compute(job.buffers.queries[target + i * step], keys, dk, dv, partial != 0)
                 self._add(dq, target + i * step, turn + i * turn_step)
         keys.dk.copy_(dk)
         keys.dv.copy_(dv)
 
     def _compute(self, rows: QueryTile, keys: KeyTile, dk: Tensor, dv: Tensor, partial: bool) -> Tensor:
         """The five products of one tile. They add to dK and dV, and the result is the dQ contribution."""
-        if self._scratch is None:
-            self._scratch = self._job.permits.get()
-        p, p_t, ds, ds_t, allowed = self._scratch.views(len(rows.q), len(keys.k))
-        with forks.apart:
-            torch.mm(rows.q, keys.k_t, out=p).sub_(rows.lse).clamp_(LEAST, MOST).exp_()
-            if partial:
-                p.mul_(torch.ge(keys.index, rows.first, out=allowed))
-                p.mul_(torch.lt(keys.index, rows.end, out=allowed))
-            dv.addmm_(p_t, rows.dout)
-            torch.mm(rows.dout, keys.v_t, out=ds).sub_(rows.delta).mul_(p)
-            dk.addmm_(ds_t, rows.q)
-            return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
+        p, p_t, ds, ds_t, allowed = self._permit().views(len(rows.q), len(keys.k))
+        torch.mm(rows.q, keys.k_t, out=p).sub_(rows.lse).clamp_(LEAST, MOST).exp_()
+        if partial:
+            p.mul_(torch.ge(keys.index, rows.first, out=allowed))
+            p.mul_(torch.lt(keys.index, rows.end, out=allowed))
+        dv.addmm_(p_t, rows.dout)
+        torch.mm(rows.dout, keys.v_t, out=ds).sub_(rows.delta).mul_(p)
+        dk.addmm_(ds_t, rows.q)
+        return torch.mm(ds, keys.k, out=self._dq[: len(rows.q)])
 
     def _add(self, dq: Tensor, target: int, turn: int) -> None:
         """Add a contribution in its turn. The first one is stored, and the last one also writes the result."""
@@ -114,6 +113,11 @@ class Worker:
             rows.dq.copy_(rows.total.mul_(self._scale))
         job.turnstiles.leave(target)
 
+    def _permit(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = self._job.permits.get()
+        return self._scratch
+
     def _give_up_permit(self) -> None:
         if self._scratch is not None:
             self._job.permits.put(self._scratch)
@@ -126,9 +130,7 @@ class FeaturedWorker(Worker):
     buffers = 5
 
     def _compute(self, rows: QueryTile, keys: KeyTile, dk: Tensor, dv: Tensor, partial: bool) -> Tensor:
-        if self._scratch is None:
-            self._scratch = self._job.permits.get()
-        p, _, ds, ds_t, allowed, slope, kept = self._scratch.views(len(rows.q), len(keys.k))
+        p, _, ds, ds_t, allowed, slope, kept = self._permit().views(len(rows.q), len(keys.k))
         softcap, dropout = self._job.problem.features.softcap, self._job.problem.features.dropout
         torch.mm(rows.q, keys.k_t, out=p)
         if softcap:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import dash_attn
 from dash_attn.backends import Operands, Options
 from dash_attn.backends.cpu import forks
 from dash_attn.backends.cpu.backend import CpuBackend
@@ -222,6 +223,20 @@ def test_a_fork_waits_for_products_and_products_wait_for_a_fork(monkeypatch: pyt
     thread.join()
     os.waitpid(child, 0)
     assert steps == ["computed", "forked", "opened", "computed later"]
+
+
+@pytest.mark.parametrize("features", [{}, {"softcap": 5.0}, {"panels": 2}], ids=str)
+def test_every_product_is_apart_from_forks(features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, original = [], torch.mm
+
+    def mm(*given: Any, **how: Any) -> Tensor:
+        seen.append(threading.get_ident() in forks._inside)
+        return original(*given, **how)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    q, k, v = (torch.randn(1, 300, 2, 16, requires_grad=True) for _ in range(3))
+    dash_attn.attention(q, k, v, causal=True, **features).sum().backward()
+    assert seen and all(seen)
 
 
 @has_fork
