@@ -64,7 +64,7 @@ def check(assembly: Assembly) -> None:
     The order inside a template is verified when the template is made. This function checks that every row of q and of k
     is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
     template fits its sequences. With panels every row of q is in one panel and every row of k is in one fold. If the
-    panels are some of a problem's, no row of k must be in one of them.
+    pack has only some panels of a problem, a row of k may be in no panel.
     """
     sizes, docs = assembly.sizes, assembly.docs
     shape = sizes.shape.m, sizes.shape.n

@@ -19,7 +19,7 @@ class Pack:
     """The sequences of a problem with documents, or its panels. Each has tiles and an order that follow from it alone.
 
     `shape_of` gives the tile shape of a panel from the problem of this panel alone. A plan is made when it is first
-    needed. `held` lists some panels of the problem, whose rows are counted in tensors that hold only these panels.
+    needed. `held` lists some panels of the problem, whose rows of q are counted in a tensor of these panels alone.
     Without `held` the pack has all panels.
     """
 
