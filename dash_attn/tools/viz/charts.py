@@ -33,9 +33,10 @@ class Chart:
         unit, whole = self.timeline.unit, self.timeline.workers * self.makespan or 1.0
         # A worker goes on while its writer waits, so such a stall is no part of the worker's time.
         stall = "stall beside compute" if self.timeline.overlapping else "stall"
-        bound = [] if self.lower_bound is None else [("lower bound", f"{self.lower_bound:.5g} {unit}")]
+        # A sum of floats may end a hair below or above a half: rounding it first makes equal times look equal.
+        bound = [] if self.lower_bound is None else [("lower bound", f"{round(self.lower_bound, 6):.5g} {unit}")]
         return [
-            ("makespan", f"{self.makespan:.5g} {unit}"),
+            ("makespan", f"{round(self.makespan, 6):.5g} {unit}"),
             *bound,
             (stall, f"{self.stall / whole:.1%}"),
             ("bubble", f"{self.bubble / whole:.1%}"),
