@@ -32,7 +32,34 @@ PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
 
 
 class Attention(torch.autograd.Function):
-    """A prepared problem under autograd."""
+    """A prepared problem under autograd: plain softmax, and lse has no gradient. It does as little as it can."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        out, lse = prepared.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # otherwise every backward fills a gradient of lse with zeros
+        ctx.prepared = prepared
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return None, None, None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        operands = Operands(dout, q, k, v, out, lse)
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                grads = ctx.prepared.backward(operands)
+            dq, dk, dv = _differentiable_once(grads, dout, q, k, v)
+        else:
+            dq, dk, dv = ctx.prepared.backward(operands)
+        return dq, dk, dv, None  # autograd drops the gradient of a tensor that needs none
+
+
+class FeaturedAttention(torch.autograd.Function):
+    """A prepared problem under autograd, with sinks, a seed, or a gradient of lse."""
 
     @staticmethod
     def forward(
@@ -72,6 +99,7 @@ def _gradients(ctx: Any, operands: Operands, extras: Extras | None) -> tuple[Ten
 
 # Function.apply itself first handles the transforms of torch.func, which do not come here.
 _apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, Attention).apply
+_apply_featured: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, FeaturedAttention).apply
 
 
 class Plain(NamedTuple):
@@ -278,7 +306,7 @@ def attend(
         cu = traced_boundaries(asked, q.device)
         return _traced((q, k, v), cu, extras, plain_of(mask_of(asked), asked, with_lse))
     prepared = prepared_for(q, k, v, asked)
-    sinks, seed = (None, None) if extras is None else (extras.sinks, extras.seed)
+    sinks = None if extras is None else extras.sinks
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     )
@@ -288,7 +316,9 @@ def attend(
         return _traced((q, k, v), (None, None), extras, plain_of(prepared.problem.mask, asked, with_lse))
     if not needs_grad:
         return prepared.forward(q, k, v, extras)
-    return _apply(q, k, v, prepared, sinks, seed)
+    if extras is None and not with_lse:
+        return _apply(q, k, v, prepared)
+    return _apply_featured(q, k, v, prepared, sinks, None if extras is None else extras.seed)
 
 
 def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
