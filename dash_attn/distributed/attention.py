@@ -14,13 +14,11 @@ from dash_attn.api.calls import Boundaries
 from dash_attn.api.ops import Posed
 from dash_attn.backends import backend_for
 from dash_attn.distributed import ops
-from dash_attn.distributed.layout import Layout, usual_panels
+from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.meeting import refuse
 from dash_attn.distributed.ops import Terms
 from dash_attn.distributed.ranks import Group, Ranks, ranks_of
 from dash_attn.problem import Mask
-
-MODES = ("auto", "a2a", "all_gather", "a2a+all_gather")
 
 
 class ContextParallel(torch.autograd.Function):
@@ -169,8 +167,8 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Rank
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
     """The number of ranks that share the heads of a sequence."""
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode not in ("auto", *MODES):
+        raise ValueError(f"mode must be one of auto, {', '.join(MODES)}, got {mode!r}")
     is_grid = len(ranks.axes) == 2
     if is_grid != (mode == "a2a+all_gather") and mode != "auto":
         raise ValueError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 LAYOUTS = ("zigzag", "contiguous")
+MODES = ("a2a", "all_gather", "a2a+all_gather")
 
 USUAL_PANELS = 16
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dash_attn.distributed.heads import Heads
-from dash_attn.distributed.layout import Layout, usual_panels
+from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.distributed.tokens import Load, chunks_of, load_of
@@ -78,9 +78,24 @@ class Prediction:
     memory_bytes: int
 
 
-def predict(problem: Problem, ranks: int, mode: str, layout: str, cluster: Cluster | None = None) -> Prediction:
-    """Predict a call of context_parallel_attention on `ranks` ranks. The problem is the whole one, without panels."""
-    ways = math.gcd(problem.heads_kv, ranks) if mode == "a2a" else 1
+def ways_of(problem: Problem, ranks: int, mode: str) -> list[int]:
+    """How many ranks may share the heads of a sequence.
+
+    On a mesh of two dimensions the caller chooses it. `a2a` takes the largest number, so it is not listed twice.
+    """
+    most = math.gcd(problem.heads_kv, ranks)
+    if mode == MODES[-1]:
+        return [ways for ways in range(2, most) if most % ways == 0]
+    return [most if mode == "a2a" else 1]
+
+
+def predict(
+    problem: Problem, ranks: int, mode: str, layout: str, ways: int, cluster: Cluster | None = None
+) -> Prediction:
+    """Predict a call of context_parallel_attention on `ranks` ranks. The problem is the whole one, without panels.
+
+    `ways` is one of `ways_of`.
+    """
     panels = usual_panels(ranks)
     own = replace(problem, heads_q=problem.heads_q // ways, heads_kv=problem.heads_kv // ways, panels=panels)
     # The ranks in the middle and at the ends differ most. Ranks that share heads have the same work.

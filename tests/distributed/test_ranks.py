@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn.distributed.scale import predict
+from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Problem, documents
 from tests.distributed import jobs
 from tests.distributed.jobs import Case
@@ -89,7 +89,7 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
         assert said.heads_over * said.tokens_over == said.ranks == 8
     mask = CAUSAL if name == "causal" else documents(PACK)
     problem = Problem(1, *case.heads, *case.lengths, case.dim, "float32", mask=mask)
-    predicted = predict(problem, 8, mode, "zigzag").sent_bytes  # by one of the ranks
+    predicted = predict(problem, 8, mode, "zigzag", *ways_of(problem, 8, mode)).sent_bytes  # by one of the ranks
     assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_the_pipeline(parts: tuple[int, float, float, float], expected: float) -
 
 
 def test_one_rank_sends_nothing() -> None:
-    alone = predict(LONG, 1, "all_gather", "zigzag")
+    alone = predict(LONG, 1, "all_gather", "zigzag", 1)
     assert (alone.exposed, alone.sent_bytes, alone.memory_bytes) == (0, 0, 0)
     flops = 4 * 32 * 128 * (2**17 * (2**17 + 1) // 2)
     assert alone.forward == pytest.approx(flops / Cluster().forward)
@@ -37,15 +38,37 @@ def test_one_rank_sends_nothing() -> None:
 def test_zigzag_levels_causal_work_and_a_full_mask_needs_no_levelling() -> None:
     for mask, ratio in ((CAUSAL, 15 / 8), (FULL, 1.0)):
         problem = Problem(1, 32, 8, 2**17, 2**17, mask=mask)
-        zigzag, contiguous = (predict(problem, 8, "all_gather", layout) for layout in ("zigzag", "contiguous"))
+        zigzag, contiguous = (predict(problem, 8, "all_gather", layout, 1) for layout in ("zigzag", "contiguous"))
         busy = [each.forward + each.backward - each.exposed for each in (zigzag, contiguous)]
         assert busy[1] / busy[0] == pytest.approx(ratio, rel=1e-3)
 
 
 def test_slower_links_expose_more() -> None:
-    fast, slow = (predict(LONG, 64, "all_gather", "zigzag", Cluster(network=rate)) for rate in (100e9, 25e9))
+    fast, slow = (predict(LONG, 64, "all_gather", "zigzag", 1, Cluster(network=rate)) for rate in (100e9, 25e9))
     assert slow.exposed > fast.exposed
     assert slow.sent_bytes == fast.sent_bytes
+
+
+def test_a_mesh_lies_between_the_two_modes() -> None:
+    """Ranks of a node share heads, and fewer bytes cross the network than if all ranks gathered."""
+    few, some, most = (predict(LONG, 64, "a2a+all_gather", "zigzag", ways) for ways in (1, 4, 8))
+    assert few.sent_bytes > some.sent_bytes > most.sent_bytes
+    assert few.heads_over == 1 and some.tokens_over == 16
+    assert replace(few, mode="") == replace(predict(LONG, 64, "all_gather", "zigzag", 1), mode="")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--mode", "ring"], "--mode 'ring': choose from a2a, all_gather, a2a+all_gather"),
+        (["--layout", "striped"], "--layout 'striped': choose from zigzag, contiguous"),
+        (["--mode", "a2a+all_gather", "--ranks", "2"], "can share 8 key/value heads"),
+    ],
+)
+def test_choices_of_the_command(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["scale", "--seqlen", "8192", *arguments])
+    assert done.value.code == 2 and said in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,5 +81,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
             assert "--ranks '2,x': expected whole numbers" in err
         else:
             rows = json.loads(out)
-            assert [row["ranks"] for row in rows] == [2] * 4 + [8] * 4
+            assert [row["ranks"] for row in rows] == [2] * 4 + [8] * 8
             assert {row["heads_over"] for row in rows if row["mode"] == "a2a"} == {2, 8}
+            assert {row["heads_over"] for row in rows if row["mode"] == "a2a+all_gather"} == {2, 4}

@@ -13,26 +13,52 @@ from dash_attn.tools.cli.tables import console, working
 from dash_attn.tools.cli.workload import ProblemOptions, parse_names
 
 RanksOption = Annotated[str, Option("--ranks", help="numbers of GPUs, separated by commas")]
+ModeOption = Annotated[
+    str, Option("--mode", help="a2a, all_gather, a2a+all_gather, separated by commas; all if not given")
+]
+LayoutOption = Annotated[str, Option("--layout", help="zigzag, contiguous, separated by commas; both if not given")]
 
 
 @command("scale", heads=32, kv_heads=8, seqlen=131072)
-def scale(problem: ProblemOptions, ranks: RanksOption = "8", as_json: Json = False) -> None:
+def scale(
+    problem: ProblemOptions,
+    ranks: RanksOption = "8",
+    mode: ModeOption = "",
+    layout: LayoutOption = "",
+    as_json: Json = False,
+) -> None:
     """Predict attention over one sequence on several GPUs: time, exposed communication, bytes sent and held."""
-    from dash_attn.distributed.scale import predict  # torch takes seconds to import
+    from dash_attn.distributed.layout import LAYOUTS, MODES
+    from dash_attn.distributed.scale import predict, ways_of  # torch takes seconds to import
 
-    whole = problem.problem()
+    whole, numbers = problem.problem(), _numbers(ranks)
+    modes, layouts = _chosen("--mode", mode, MODES), _chosen("--layout", layout, LAYOUTS)
     with working("predicting"):
         rows = [
-            asdict(predict(whole, number, mode, layout))
-            for number in _numbers(ranks)
-            for mode in ("a2a", "all_gather")
-            for layout in ("zigzag", "contiguous")
+            asdict(predict(whole, number, each, tokens, ways))
+            for number in numbers
+            for each in modes
+            for ways in ways_of(whole, number, each)
+            for tokens in layouts
         ]
+    if not rows:
+        raise ValueError(
+            f"--mode {mode}: on {ranks} GPUs no number of ranks between 1 and all can share {whole.heads_kv} key/value heads"
+        )
     if as_json:
         emit(rows)
         return
     heads = f"{whole.heads_q} query and {whole.heads_kv} key/value heads of {whole.dim}"
     console().print(_table(rows, f"{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"))
+
+
+def _chosen(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names that are given, or all."""
+    names = parse_names(text)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} {name!r}: choose from {', '.join(known)}")
+    return names or known
 
 
 def _numbers(text: str) -> list[int]:
