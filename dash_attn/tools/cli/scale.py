@@ -16,7 +16,7 @@ RanksOption = Annotated[str, Option("--ranks", help="numbers of GPUs, separated 
 ModeOption = Annotated[
     str, Option("--mode", help="a2a, all_gather, a2a+all_gather, separated by commas; all if not given")
 ]
-LayoutOption = Annotated[str, Option("--layout", help="zigzag, contiguous, separated by commas; both if not given")]
+LayoutOption = Annotated[str, Option("--layout", help="layouts, separated by commas; both if not given")]
 
 
 @command("scale", heads=32, kv_heads=8, seqlen=131072)
@@ -43,7 +43,8 @@ def scale(
         ]
     if not rows:
         raise ValueError(
-            f"--mode {mode}: on {ranks} GPUs no number of ranks between 1 and all can share {whole.heads_kv} key/value heads"
+            f"--mode {mode}: on {ranks} GPUs no number of ranks between 1 and all of them can share {whole.heads_kv} "
+            "key/value heads"
         )
     if as_json:
         emit(rows)
