@@ -15,7 +15,7 @@ from dash_attn.backends.base import Extras, Gradients, Operands
 from dash_attn.backends.cpu.buffers import Buffers
 from dash_attn.backends.cpu.planes import padded
 from dash_attn.backends.cpu.softmax import Softmax
-from dash_attn.backends.cpu.threads import run_jobs, run_threads
+from dash_attn.backends.cpu.threads import run_jobs, run_threads, without_grad
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import FeaturedWorker, Job, Scratch, Worker
 from dash_attn.pack import Planned
@@ -53,7 +53,7 @@ class CpuConfig:
         return max(self.thread_count(), plan.co_resident) if self.workers is None else self.workers
 
 
-@torch.no_grad()
+@without_grad
 def backward(
     plan: Plan, config: CpuConfig, operands: Operands, into: Gradients | None = None, extras: Extras | None = None
 ) -> Gradients:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dash_attn.backends.base import Extras
 from dash_attn.backends.cpu.planes import copies, planes
 from dash_attn.backends.cpu.softmax import Softmax, keep
-from dash_attn.backends.cpu.threads import Job, run_jobs
+from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
 from dash_attn.problem import Problem, TileMask
 
 Bool = npt.NDArray[np.bool_]
@@ -29,7 +29,7 @@ ROWS, KEYS = 256, 512
 LOWEST = torch.finfo(torch.float32).min
 
 
-@torch.no_grad()
+@without_grad
 def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
     """out (batch, seqlen, heads, dim) and lse (batch, heads, seqlen), fp32, natural logarithm.
 

@@ -16,12 +16,12 @@ from dash_attn.backends.base import Extras, Gradients, KeySums, Operands, Partia
 from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
 from dash_attn.backends.cpu.forward import fill
 from dash_attn.backends.cpu.softmax import Softmax
-from dash_attn.backends.cpu.threads import Job, run_jobs
+from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
 from dash_attn.pack import Pack
 from dash_attn.problem import Panel
 
 
-@torch.no_grad()
+@without_grad
 def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
     """out and lse, as in `forward`. The bits of a row depend on its panel alone."""
     batch, len_q, heads, _ = q.shape
@@ -42,7 +42,7 @@ def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | N
     return out, lse
 
 
-@torch.no_grad()
+@without_grad
 def backward_pack(
     pack: Pack, config: CpuConfig, operands: Operands, into: Gradients | None = None, extras: Extras | None = None
 ) -> Gradients:
@@ -127,13 +127,13 @@ class CpuHeld:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return forward_pack(self.pack, q, k, v)
 
-    @torch.no_grad()
+    @without_grad
     def backward(self, operands: Operands) -> Partials:
         dq = torch.empty_like(operands.q, memory_format=torch.contiguous_format)
         run = Run(self.pack, self.config, operands, None)
         return Partials(dq, tuple(run.key_sums(panel, dq) for panel in self.pack.panels))
 
-    @torch.no_grad()
+    @without_grad
     def fold(self, sums: Iterable[KeySums], into: KeySums) -> None:
         fold(sums, into, self.config.thread_count())
 

@@ -6,15 +6,37 @@ import ctypes
 from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import repeat
 from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from dash_attn.backends.cpu import forks
 
 Job = Callable[[], object]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_grad(run: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without a graph of gradients.
+
+    An interrupt can divide torch.no_grad, which is Python code, and leave the mode behind. The calls here are single
+    calls into torch, and the first of them is inside `try`.
+    """
+
+    @wraps(run)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return run(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return inside
 
 
 def compute_alone() -> None:

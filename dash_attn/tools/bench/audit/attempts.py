@@ -138,6 +138,8 @@ def interrupts(seed: int) -> Outcomes:
             outcome = f"WRONG: {left} threads are left"
         elif {torch.get_num_threads(), threads_of_a_new_thread()} != {threads}:
             outcome = "WRONG: another number of threads"
+        elif not torch.is_grad_enabled():
+            outcome = "WRONG: autograd is off"
         elif apart or (apart := differing(step(SMALL, drawn), want)):
             outcome = f"WRONG: {apart} of a run"
         yield outcome
