@@ -29,7 +29,9 @@ BLOCK = 128  # queries and keys of a block of its mask
 LEAST_DIM = 16  # its products have at least 16 columns
 # Short inputs would go to a kernel that cuts the keys by the number of SMs, batch entries and heads. The bits of a
 # sequence must not follow from these.
-OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+OPTIONS: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
+# A look at cells in the innermost loop is a load of 128 x 128 integers. Two of them at once do not fit shared memory.
+CELL_OPTIONS = {**OPTIONS, "num_stages": 1}
 COMPILER = "inductor"
 
 Whole = npt.NDArray[np.int32]
@@ -57,7 +59,7 @@ class FlexForward:
             "score_mod": capped(cap) if cap else None,
             "scale": problem.softmax_scale,
             "enable_gqa": problem.group > 1,
-            "kernel_options": OPTIONS,
+            "kernel_options": CELL_OPTIONS if has_small_cells(problem) else OPTIONS,
         }
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
@@ -114,11 +116,17 @@ def every_tile(problem: Problem) -> Mask:
     return tiles(np.ones_like(given.cells()), given.cell_m, given.cell_n)
 
 
+def has_small_cells(problem: Problem) -> bool:
+    """Whether blocks alone do not say which cells of the mask are allowed."""
+    grid = problem.mask.tiles
+    return grid is not None and bool(grid.cell_m % BLOCK or grid.cell_n % BLOCK)
+
+
 def block_mask(problem: Problem, device: torch.device) -> Any:
     """The mask as flex_attention takes it, for all batch entries and heads."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    grid = problem.mask.tiles
+    grid = problem.mask.tiles if has_small_cells(problem) else None
     rows = problem.mask.intervals(problem.len_q, problem.len_k)
     cells = [] if grid is None else [grid.cells().astype(np.int32)]
     first, end, *given = joined([*(x.astype(np.int32) for x in rows), *cells], device)

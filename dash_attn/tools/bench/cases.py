@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem
+from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONG = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -96,9 +96,17 @@ def grid(dims: tuple[int, ...] = DIMS, lengths: tuple[int, ...] = LENGTHS) -> li
 
 
 def models() -> list[BenchCase]:
-    """Attention of the models. Mixtral is left out: its attention has the shape of LLaMA3-8B's."""
-    short = BenchCase("LLaMA3-8B 4x2048", Problem(4, 32, 8, 2048, 2048, 128, mask=CAUSAL))
-    return [case for model in MODELS if model.name != "Mixtral-8x7B" for case in model.cases()] + [short]
+    """Attention of the models. Mixtral is left out: its attention has the shape of LLaMA3-8B's.
+
+    Of Gemma2 and GPT-OSS these are the layers without a window.
+    """
+    others = {
+        "LLaMA3-8B 4x2048": Problem(4, 32, 8, 2048, 2048, 128, mask=CAUSAL),
+        "Gemma2-27B 1x8192": Problem(1, 32, 16, 8192, 8192, 128, mask=CAUSAL, features=Features(softcap=50.0)),
+        "GPT-OSS-20B 1x8192": Problem(1, 64, 8, 8192, 8192, 64, mask=CAUSAL, features=Features(sinks=True)),
+    }
+    named = [case for model in MODELS if model.name != "Mixtral-8x7B" for case in model.cases()]
+    return [*named, *(BenchCase(*each) for each in others.items())]
 
 
 def lengths(longest: int = LONG[-1]) -> list[BenchCase]:

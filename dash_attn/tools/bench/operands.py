@@ -65,9 +65,15 @@ def draw_extras(problem: Problem, device: torch.device, seed: int = 0) -> Extras
     return Extras(sinks, torch.tensor(seed + 7) if problem.features.dropout else None, dlse)
 
 
+def sinks_for(problem: Problem, device: torch.device) -> Extras | None:
+    """The sinks of a problem, the same at every call; None if it has none."""
+    return draw_extras(problem, device)._replace(dlse=None) if problem.features.sinks else None
+
+
 def draw_operands(problem: Problem, device: torch.device, seed: int = 0, extras: Extras | None = None) -> Operands:
-    """Random tensors, with out and lse of the forward that dash_attn.attention takes on this device."""
-    drawn = draw(problem, device, seed)
+    """Random tensors, with out and lse of the forward that dash_attn.attention takes on this device. Sinks are those of
+    `sinks_for`, unless others are given."""
+    drawn, extras = draw(problem, device, seed), extras or sinks_for(problem, device)
     out, lse = prepare(problem, "auto", Options(), device).forward(*drawn[1:], extras)
     return Operands(*drawn, out.contiguous(), lse.contiguous())
 
@@ -181,8 +187,10 @@ def _hidden(mask: Mask, intervals: tuple[Tensor, ...], band: slice) -> tuple[sli
 
 def exact_part(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Gradients of the last key/value head of the last sequence in float64: enough of a long problem to check it."""
-    part = replace(problem, batch=1, heads_q=problem.group, heads_kv=1)
-    return exact(part, *(_part(problem, x) for x in (dout, q, k, v))).gradients
+    part, extras = replace(problem, batch=1, heads_q=problem.group, heads_kv=1), NONE
+    if (all_heads := sinks_for(problem, q.device)) is not None and all_heads.sinks is not None:
+        extras = Extras(all_heads.sinks[-problem.group :])
+    return exact(part, *(_part(problem, x) for x in (dout, q, k, v)), extras=extras).gradients
 
 
 def error(problem: Problem, got: tuple[Tensor, ...], want: Gradients) -> float:

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
-from dash_attn.backends import Backend, Operands, Options
+from dash_attn.backends import Backend, Gradients, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.backends.sinks import sink_gradient
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.backends.sm90.config import DTYPE_OF
 from dash_attn.order import POLICIES, applicable, parse, resolve
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
 from dash_attn.tiling import Tiling, tile
+from dash_attn.tools.bench.operands import sinks_for
 from dash_attn.tools.bench.variants import Call, Variant
 
 USUAL = {
@@ -27,27 +29,38 @@ USUAL = {
 
 @dataclass(frozen=True)
 class Way:
-    """One of our variants: an order, fields of the kernel's config that differ from the shipped ones, and whether the
-    order is kept."""
+    """One of our variants: an order, fields of the kernel's config that differ from the shipped ones, whether the
+    order is kept, and the panels that the problem is cut into."""
 
     order: str
     config: Mapping[str, Any] = field(default_factory=dict)
     ordered: bool = True
+    panels: int = 1
 
     @property
     def name(self) -> str:
-        words = " ".join([self.order, *(f"{name}={value}" for name, value in self.config.items())])
+        fields = {**self.config, **({"panels": self.panels} if self.panels > 1 else {})}
+        words = " ".join([self.order, *(f"{name}={value}" for name, value in fields.items())])
         return words if self.ordered else f"any ({words})"
 
     def prepared(self, problem: Problem, device: torch.device) -> Prepared:
         kernel = dict(self.config)
         if not self.ordered and device.type == "cpu":
             kernel["order"] = "any"  # the CPU keeps the order even where it need not
+        problem = replace(problem, panels=self.panels) if self.panels > 1 else problem
         return prepare(problem, self.order, Options(self.ordered, kernel=tuple(kernel.items())), device)
 
     def calls(self, problem: Problem, sets: Sequence[Operands]) -> list[Call]:
-        run = self.prepared(problem, sets[0].q.device).backward
-        return [partial(run, given) for given in sets]
+        device = sets[0].q.device
+        run, extras = self.prepared(problem, device).backward, sinks_for(problem, device)
+        if extras is None:
+            return [partial(run, given) for given in sets]
+
+        def with_sinks(given: Operands) -> Gradients:
+            sink_gradient(given.dout, given.out, given.lse, extras)  # a training step has it too
+            return run(given, None, extras)
+
+        return [partial(with_sinks, given) for given in sets]
 
     def variant(self) -> Variant:
         return Variant(self.name, self.ordered, self.calls)
@@ -56,11 +69,12 @@ class Way:
 @dataclass(frozen=True)
 class Ours:
     """Which of our own variants run. Without `policies` the usual ones of each mask do. `configs` are fields of the
-    kernel's config to change, a variant for each."""
+    kernel's config to change, a variant for each. With `panels` the first variant also runs in so many panels."""
 
     policies: tuple[str, ...] = ()
     unordered: bool = True
     configs: tuple[Mapping[str, Any], ...] = ({},)
+    panels: int = 1
 
     def orders(self, problem: Problem) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
@@ -88,6 +102,8 @@ class Ours:
     def variants(self, problem: Problem) -> list[Variant]:
         """A variant for each order and config, and one without order that visits tiles as the first does."""
         ways = [Way(order, config) for order in self.orders(problem) for config in self.configs]
+        if self.panels > 1:
+            ways.append(Way("auto", panels=self.panels))  # a panel has an order of its own
         if self.unordered:
             ways.append(replace(ways[0], ordered=False))
         return [way.variant() for way in ways]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Operands
-from dash_attn.problem import Problem
+from dash_attn.problem import PLAIN, Problem
+from dash_attn.tools.bench.operands import sinks_for
 from dash_attn.tools.bench.variants import Backward, Call, Prepare, Variant
 
 
@@ -43,6 +44,11 @@ def causal_or_full(problem: Problem, ends_meet: bool = False) -> bool:
     if problem.mask.is_causal and problem.len_q != problem.len_k and not ends_meet:
         raise NotImplementedError("causal with len_q != len_k: libraries align it differently")
     return problem.mask.is_causal
+
+
+def without_features(problem: Problem) -> None:
+    if problem.features != PLAIN:
+        raise NotImplementedError(f"{problem.features}: of the peers only FlashAttention-4 is called with it")
 
 
 def on_gpu(device: torch.device) -> None:
@@ -74,6 +80,7 @@ def fa4(problem: Problem, device: torch.device, deterministic: bool) -> Backward
 
     scale = problem.softmax_scale
     if problem.is_packed:
+        without_features(problem)
         sides = varlen(problem, device) | {"softmax_scale": scale, "deterministic": deterministic}
 
         def packed(s: Operands) -> tuple[Tensor, ...]:
@@ -82,10 +89,17 @@ def fa4(problem: Problem, device: torch.device, deterministic: bool) -> Backward
             return tuple(x.unsqueeze(0) for x in grads[:3])
 
         return packed
-    causal = causal_or_full(problem, ends_meet=True)
+    how: dict[str, Any] = {
+        "softmax_scale": scale,
+        "causal": causal_or_full(problem, ends_meet=True),
+        "deterministic": deterministic,
+    }
+    if problem.features.softcap:
+        how["softcap"] = problem.features.softcap
+    if (extras := sinks_for(problem, device)) is not None:
+        how["learnable_sink"] = extras.sinks
 
     def run(s: Operands) -> tuple[Tensor, ...]:
-        how = {"softmax_scale": scale, "causal": causal, "deterministic": deterministic}
         return tuple(_flash_attn_bwd(s.q, s.k, s.v, s.out, s.dout, s.lse, **how)[:3])
 
     return run
@@ -119,6 +133,7 @@ def _sdpa(backend: str, deterministic: bool) -> Prepare:
     def prepare(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        without_features(problem)
         if backend != "MATH":
             on_gpu(sets[0].q.device)
         causal = causal_or_full(problem)
@@ -137,6 +152,7 @@ def _sdpa(backend: str, deterministic: bool) -> Prepare:
 def _flex(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    without_features(problem)
     on_gpu(sets[0].q.device)
     mask = None
     if causal_or_full(problem):
@@ -152,6 +168,7 @@ def _flex(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
 
 
 def _triton(problem: Problem, sets: Sequence[Operands]) -> list[Call]:
+    without_features(problem)
     on_gpu(sets[0].q.device)
     from dash_attn.tools.bench import triton_two_pass
 

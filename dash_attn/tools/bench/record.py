@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dash_attn import __version__
-from dash_attn.problem import Problem
+from dash_attn.problem import PLAIN, Problem
 from dash_attn.tools.bench.report import Result, Row
 
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
@@ -56,7 +56,8 @@ def gpu_now(device: torch.device) -> str | None:
 
 def shape_of(problem: Problem) -> Row:
     names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "dtype")
-    return {name: getattr(problem, name) for name in names} | {"mask": str(problem.mask)}
+    shape = {name: getattr(problem, name) for name in names} | {"mask": str(problem.mask)}
+    return shape if problem.features == PLAIN else shape | {"features": str(problem.features)}
 
 
 def continued(earlier: Result, result: Result) -> Row:

@@ -47,6 +47,7 @@ class Suite:
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
     effort: Effort = Effort()
+    panels: int = 1  # also run ours in so many panels
     tiny: Callable[[], list[BenchCase]] = tiny_cases  # for machines without a GPU
 
 
@@ -100,6 +101,7 @@ SUITES: dict[str, Suite] = {
         ("fa4", "fa4 det", "fa2 det", "cudnn", "triton two-pass"),
         policies=_DEFAULTS,
         unordered=False,
+        panels=8,
     ),
     "few": Suite(
         "one sequence with few key/value heads: each query head ordered by itself, and all of a group together",

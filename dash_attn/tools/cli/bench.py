@@ -191,7 +191,7 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
         if parse(policy).policy not in ("auto", *POLICIES):
             raise ValueError(f"--policy {policy!r}: choose from auto, {', '.join(POLICIES)}")
     unordered = usual.unordered if suite.unordered is None else suite.unordered
-    ours = Ours(policies, unordered, configs=effort.configs())
+    ours = Ours(policies, unordered, effort.configs(), usual.panels)
     time = QUICK if suite.quick else usual.effort
     how = (effort.rounds or time.rounds, effort.budget_ms or time.budget_ms, effort.lead_ms or time.lead_ms)
     return Settings(Timing(device, *how), ours, peers, suite.deterministic)

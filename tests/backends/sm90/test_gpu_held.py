@@ -52,8 +52,13 @@ def on_ranks(case: Case, layout: Layout, policy: str = "auto") -> tuple[Tensor, 
             *(torch.zeros((problem.batch, len(rows), *k.shape[2:]), dtype=k.dtype, device=DEVICE) for _ in "kv")
         )
         flat = KeySums(*map(joined, into))
+        come = {  # the rows that travel to this rank, from each of the others
+            source: [torch.cat([sums[source][p.panel][i][:, slice(*p.rows)] for p in sent], 1) for i in (0, 1)]
+            for source, sent in enumerate(route.sent[rank] for route in routes)
+            if sent
+        }
         for each in route.sums:
-            parts = [KeySums(*(x[:, slice(*p.rows)].clone() for x in sums[p.source][p.panel])) for p in each.parts]
+            parts = [KeySums(*(x[:, p.first : p.first + p.count] for x in come[p.source])) for p in each.parts]
             held.fold(parts, KeySums(*(x[:, slice(*each.rows)] for x in flat)))
         dk[:, rows], dv[:, rows] = into
     return new_out, new_lse, Gradients(dq, dk, dv)
