@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import typer
 from typer import Option
 
 from dash_attn.problem import Problem
-from dash_attn.tools.cli.app import Json, command, emit
+from dash_attn.tools.cli.app import Json, command, emit, reading
 from dash_attn.tools.cli.shapes import ShapeOptions, parse_numbers
 from dash_attn.tools.cli.workload import parse_names
 
@@ -86,11 +87,18 @@ class AuditOptions:
     out: Annotated[Path | None, Option("--out", help="JSON file to write the report to, again after every entry")] = (
         None
     )
+    add: Annotated[bool, Option("--add", help="keep the entries that --out has")] = False
 
     def device(self) -> str:
         import torch
 
         return "cpu" if self.cpu or not torch.cuda.is_available() else "cuda"
+
+    def earlier(self) -> Report | None:
+        if not self.add or self.out is None or not self.out.is_file():
+            return None
+        with reading([self.out]):
+            return dict(json.loads(self.out.read_text(encoding="utf-8")))
 
     def plan(self) -> Plan:
         from dash_attn.tools.bench.audit.audit import Plan
@@ -122,6 +130,18 @@ class AuditOptions:
         return Plan(self.device(), stress, *effort, invariance=self.invariance, ranks=ranks)
 
 
+def continued(earlier: Report | None, report: Report) -> Report:
+    """A report that begins with the entries of an earlier one."""
+    if earlier is None:
+        return report
+    before, now = earlier["environment"], report["environment"]
+    return {
+        "environment": {**now, "command": f"{before['command']}\n{now['command']}"},
+        "entries": [*earlier["entries"], *report["entries"]],
+        **{name: earlier[name] and report[name] for name in ("complete", "ok")},
+    }
+
+
 @command("audit")
 def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = False) -> None:
     """Repeat a backward under stress and compare every bit.
@@ -151,10 +171,11 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     targets += (CONTROL,) if options.invariance else ()
     chosen = subjects(options, shape)
     environment = {"environment": record.environment(torch.device(plan.device))}
+    earlier = options.earlier()
 
     def keep(report: Report) -> None:
         if options.out is not None:
-            record.write_json(environment | report, options.out)
+            record.write_json(continued(earlier, environment | report), options.out)
 
     with _sigterm_as_ctrl_c():
         if options.minutes is None:

@@ -229,6 +229,10 @@ def test_a_drawn_pack(in_process: None, tmp_path: Path) -> None:
     entries = json.loads(report.read_text())["entries"]
     assert {e["case"] for e in entries} == {f"pack of 3, 1x61 2/1 heads d32 {mask}" for mask in ("full", "causal")}
     assert all(e["runs"] == 2 and e["status"] == "same bits" for e in entries)
+    assert main([*told, "--mask", "full", "--add"]) == 0
+    longer = json.loads(report.read_text())
+    assert longer["entries"][: len(entries)] == entries and len(longer["entries"]) == len(entries) * 3 // 2
+    assert len(longer["environment"]["command"].splitlines()) == 2 and longer["ok"]
 
 
 @pytest.mark.parametrize(
