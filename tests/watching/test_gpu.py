@@ -107,7 +107,7 @@ def test_attention_in_any_order_is_named(tmp_path: Path) -> None:
         if parting is not None:
             break
     assert parting is not None, "FlashAttention-4 repeated its bits in six runs"
-    assert (parting.step, parting.direction) == (0, "backward")
+    assert parting.direction == "backward"  # of the first step, or of a later one: bits may be equal by chance
     assert (parting.row.module, parting.tensor) == ("blocks.1.attn.qkv", "gradient of output")
     assert parting.operation.startswith("the backward of blocks.1.attn, in its own code")
 

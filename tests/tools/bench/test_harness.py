@@ -355,3 +355,21 @@ def test_a_variant_for_each_config() -> None:
     names = [variant.name for variant in ours.variants(TINY.problem)]
     assert names == ["fa3", "fa3 finish=postpass split=True", "any (fa3)"] and ours.default(TINY.problem).name == "fa3"
     assert [report.is_ours(name) for name in names] == [True, True, False]
+
+
+@pytest.mark.parametrize("features", [Features(softcap=5.0), Features(sinks=True)], ids=str)
+def test_features_are_checked_and_most_peers_refuse_them(features: Features) -> None:
+    problem = Problem(1, 4, 2, 90, 90, 16, "float32", mask=CAUSAL, features=features)
+    how = Settings(Timing(CPU, rounds=1, budget_ms=1.0), Ours(("auto",), False), ("torch math",))
+    row = measure(cases.BenchCase("small", problem), how)
+    assert row["shape"]["features"] == str(features) and not row["failed"] and len(row["us"]) == 1
+    assert str(features) in row["missing"]["torch math"]
+    plain = measure(cases.BenchCase("small", Problem(1, 4, 2, 90, 90, 16, "float32", mask=CAUSAL)), how)
+    assert "features" not in plain["shape"] and "torch math" in plain["us"]
+
+
+def test_panels_are_a_variant() -> None:
+    problem = Problem(1, 2, 2, 90, 90, 16, "float32", mask=CAUSAL)
+    row = measure(cases.BenchCase("small", problem), Settings(Timing(CPU, 1, 1.0), Ours(("auto",), False, panels=3)))
+    assert "auto panels=3" in row["us"] and not row["failed"] and report.is_ours("auto panels=3")
+    assert [suite for suite in SUITES if SUITES[suite].panels > 1] == ["length"]
