@@ -52,6 +52,9 @@ def headline(results: Results) -> TableText:
     """Geometric mean and worst case beside FlashAttention-4, over cases whose gradients it computes correctly."""
     length = results["length"]["rows"]
     short, long = ([row for row in length if (row["shape"]["len_q"] >= LONG) == far] for far in (False, True))
+    few = results["few"]["rows"]
+    last = [row for row in few if row["shape"]["len_q"] < row["shape"]["len_k"]]
+    square = [row for row in few if row not in last]
     groups: list[tuple[str, list[Row], str]] = [
         (
             f"the paper's grid ({len(results['grid_close']['rows'])} shapes)",
@@ -59,9 +62,10 @@ def headline(results: Results) -> TableText:
             "grid_close",
         ),
         ("models", results["models"]["rows"], "models"),
-        ("long sequences (one of 8k to 128k tokens)", long, "length"),
+        ("long sequences (one of 8k to 64k tokens)", long, "length"),
         ("one short sequence (1k to 4k tokens)", short, "length"),
-        ("few key/value heads", results["few"]["rows"], "few"),
+        (f"few key/value heads ({len(square)} shapes)", square, "few"),
+        (f"queries after many keys ({len(last)} shapes)", last, "few"),
         (f"packed documents ({len(results['packed']['rows'])} packs)", results["packed"]["rows"], "packed"),
     ]
     lines = []
@@ -92,26 +96,30 @@ def models(results: Results) -> TableText:
 
 
 def length(results: Results) -> TableText:
+    """With the memory of a call, and how much longer a call takes in eight panels."""
     header, lines = _beside(results["length"])
-    rows = results["length"]["rows"]
-    memory = [[f"{row['peak_bytes'][name] / 1e6:,.0f}" for name in (BASELINE, default_of(row))] for row in rows]
-    return [*header, "FA4 det, MB", "ours, MB"], [[*line, *mb] for line, mb in zip(lines, memory, strict=True)]
+    for row, line in zip(results["length"]["rows"], lines, strict=True):
+        line += [f"{row['peak_bytes'][name] / 1e6:,.0f}" for name in (BASELINE, default_of(row))]
+        whole = speed(row, "auto panels=8")
+        line.append("-" if whole is None else percent(whole - 1))
+    return [*header, "FA4 det, MB", "ours, MB", "in 8 panels"], lines
 
 
 def few(results: Results) -> TableText:
     """Beside ours with '@group', which orders all q heads of a kv head together."""
-    rows, (header, lines) = results["few"]["rows"], _beside(results["few"])
-    whole = [next(name for name in row["us"] if is_ours(name) and name != default_of(row)) for row in rows]
-    ratios = [times(speed(row, name)) for row, name in zip(rows, whole, strict=True)]
-    return [*header, "ours / @group"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
+    header, lines = _beside(results["few"])
+    for row, line in zip(results["few"]["rows"], lines, strict=True):
+        whole = next(name for name in row["us"] if is_ours(name) and name != default_of(row))
+        line.append(times(speed(row, whole)))
+    return [*header, "ours / @group"], lines
 
 
 def packed(results: Results) -> TableText:
     """Beside ours with '@group', as in `few`. Ungrouped heads have one way only."""
     header, lines = _beside(results["packed"])
-    ratios = [times(speed(row, "auto@group")) for row in results["packed"]["rows"]]
-    documents = [row["shape"]["mask"].rpartition("(")[2].rstrip(")") for row in results["packed"]["rows"]]
-    lines = [[line[0], count, *line[2:], x] for line, count, x in zip(lines, documents, ratios, strict=True)]
+    for row, line in zip(results["packed"]["rows"], lines, strict=True):
+        line[1] = row["shape"]["mask"].rpartition("(")[2].rstrip(")")
+        line.append(times(speed(row, "auto@group")))
     return [header[0], "documents", *header[2:], "ours / @group"], lines
 
 

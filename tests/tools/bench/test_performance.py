@@ -38,7 +38,7 @@ def test_a_table_follows_its_results() -> None:
     row = results["models"]["rows"][0]
     row["us"]["fa4 det"]["median"] = 3 * row["us"][row["default"]]["median"]
     text = filled("<!-- table: models -->\n| stale |\n\nbehind it\n", results)
-    assert f"| {row['cell']} | level |" in text and "| 3.00x |" in text
+    assert f"| {row['cell']} | {row['default']} |" in text and "| 3.00x |" in text
     assert "stale" not in text and text.endswith("|\n\nbehind it\n")
 
 
