@@ -105,8 +105,8 @@ class Held(Protocol):
     panels, lse is (1, heads, rows), and k and v are (1, rows, kv heads, dim) with the keys that the panels see.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse of the panels: the bits of the whole problem."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
+        """out and lse of the panels: the bits of the whole problem. Dropout is not for single panels."""
         ...
 
     def backward(self, operands: Operands) -> Partials:

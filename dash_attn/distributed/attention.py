@@ -11,7 +11,8 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
 from dash_attn.api.attention import autocast, order_of
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.ops import Posed
+from dash_attn.api.extras import Given
+from dash_attn.api.ops import Posed, sink_gradient
 from dash_attn.backends import backend_for
 from dash_attn.distributed import ops
 from dash_attn.distributed.layout import MODES, Layout, usual_panels
@@ -26,10 +27,18 @@ class ContextParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, terms: str
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_q: Tensor | None,
+        cu_k: Tensor | None,
+        sinks: Tensor | None,
+        terms: str,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, terms)
-        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k)
+        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, terms)
+        own = () if sinks is None else (out, lse)  # of this rank's tokens, with all heads
+        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, *own)
         ctx.mark_non_differentiable(lse)
         ctx.terms, ctx.rows = terms, (q.shape[1], k.shape[1])
         return out, lse
@@ -40,9 +49,11 @@ class ContextParallel(torch.autograd.Function):
             raise NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
-        grads = ops.backward(dout, *ctx.saved_tensors, ctx.terms, ctx.rows)
+        q, k, v, out, lse, cu_q, cu_k, sinks, *own = ctx.saved_tensors
+        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, ctx.terms, ctx.rows)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return dq, dk, dv, None, None, None
+        dsinks = sink_gradient(dout, *own, sinks, None) if own and ctx.needs_input_grad[5] else None
+        return dq, dk, dv, None, None, dsinks, None
 
 
 @overload
@@ -61,6 +72,8 @@ def context_parallel_attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
     policy: str = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
@@ -83,6 +96,8 @@ def context_parallel_attention(
     cu_seqlens_k: Boundaries | None = ...,
     mask: Mask | None = ...,
     scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
     policy: str = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[True],
@@ -104,6 +119,8 @@ def context_parallel_attention(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     policy: str = "auto",
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -126,28 +143,33 @@ def context_parallel_attention(
              bits. None means 16 for 1, 2, 4 and 8 ranks, and for other numbers of ranks the least multiple of 2 * ranks
              that is not below 16. To compare runs on different numbers of ranks, give the same number to all
 
-    cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The other arguments are as
+    cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The sinks are the same on
+    every rank too, and have the gradient that comes from this rank's queries, as any weight. The other arguments are as
     in `dash_attn.attention`, but `policy` is a name. lse has no gradient.
     """
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
-    terms = terms_of(q, k, v, asked, (ranks, mode, layout))
+    given = Given(softcap, None, sinks, None)
+    terms = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    out, lse = ContextParallel.apply(q, k, v, *cu, terms.text())  # type: ignore[no-untyped-call]
+    extras = given.extras(q)
+    out, lse = ContextParallel.apply(q, k, v, *cu, extras.sinks, terms.text())  # type: ignore[no-untyped-call]
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
-def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Ranks, str, str]) -> Terms:
+def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, spot: tuple[Ranks, str, str]) -> Terms:
     """The checked arguments of this rank. torch.compile traces this."""
     ranks, mode, layout = spot
     try:
         check_arguments(q, k, v, asked)
+        given.extras(q)
+        softcap = given.features().softcap
         if v.shape[-1] != q.shape[-1]:
             raise NotImplementedError(
                 f"v has head dim {v.shape[-1]} and q {q.shape[-1]}, which context parallel needs equal: pad the "
@@ -162,7 +184,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, spot: tuple[Rank
         if isinstance(q, Tensor) and not torch.compiler.is_compiling():
             refuse(ranks, error, q.device)
         raise
-    return Terms(posed, order, ranks.names, ways, layout)
+    return Terms(posed, order, ranks.names, ways, layout, softcap)
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window, traced_boundaries
 from dash_attn.api.calls import Boundaries
+from dash_attn.api.extras import Given
 from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.layout import usual_panels
 from dash_attn.distributed.ops import Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
+from dash_attn.distributed.scale import Cluster, Rank
 from dash_attn.problem import Mask
 
 
@@ -26,6 +28,8 @@ class Explanation:
     backward_bytes  sent to other ranks in the backward
     gathered_bytes  memory for gathered keys and values, at most
     sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
+    predicted_ms    of forward and backward, by the model of `dash-attn scale`: H200 GPUs, bf16, head dim 128
+    exposed_ms      of these, time in which this rank computes nothing because tensors are under way
     """
 
     ranks: int
@@ -38,9 +42,12 @@ class Explanation:
     backward_bytes: int
     gathered_bytes: int
     sums_bytes: int
+    predicted_ms: float
+    exposed_ms: float
 
     def __str__(self) -> str:
-        return "\n".join(f"{field.name.replace('_', ' '):<16} {getattr(self, field.name)}" for field in fields(self))
+        values = ((field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self))
+        return "\n".join(f"{name:<16} {f'{x:.3f}' if isinstance(x, float) else x}" for name, x in values)
 
 
 def explain(
@@ -58,6 +65,8 @@ def explain(
     cu_seqlens_k: Boundaries | None = None,
     mask: Mask | None = None,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     policy: str = "auto",
     deterministic: bool | None = None,
 ) -> Explanation:
@@ -65,16 +74,18 @@ def explain(
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    terms = terms_of(q, k, v, asked, (ranks, mode, layout))
+    terms = terms_of(q, k, v, asked, Given(softcap, None, sinks, None), (ranks, mode, layout))
     if q.ndim == 3:
         q, k = q.unsqueeze(0), k.unsqueeze(0)
     rows = q.shape[1], k.shape[1]
-    call = agreed(Shape.of(q, k, 1), rows, traced_boundaries(asked, q.device), terms)
+    call = agreed(Shape.of(q, k, 1, sinks), rows, traced_boundaries(asked, q.device), terms)
     batch, _, heads, dim = q.shape
     item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
     out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)
     back_q, back_k = call.q.collect_numbers(batch, heads * dim), call.k.collect_numbers(batch, heads_kv * dim)
     load = tokens.load()
+    spans = Rank(tokens.whole.problem, layout, ranks.size, call.q.axis.size, ranks.number).spans(Cluster())
+    seconds = spans.forward + spans.backward
     return Explanation(
         ranks.size,
         call.q.axis.size,
@@ -86,4 +97,6 @@ def explain(
         item * (out_q + back_q + 2 * back_k) + load.gathered_sent + load.sums_sent,
         load.gathered,
         load.sums,
+        1e3 * seconds,
+        1e3 * (seconds - spans.computing),
     )

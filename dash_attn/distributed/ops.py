@@ -22,13 +22,14 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, documents_of, pose, wants_determinism
 from dash_attn.api.calls import read
 from dash_attn.api.ops import Order, Posed
-from dash_attn.backends import Gradients, Operands, Options, backend_for
+from dash_attn.backends import Extras, Gradients, Operands, Options, backend_for
 from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.meeting import meet
 from dash_attn.distributed.ranks import Ranks
 from dash_attn.distributed.tokens import Tokens
 from dash_attn.prepare import prepare
+from dash_attn.problem import Features
 
 SEPARATOR = "\n"  # of the fields of a text
 
@@ -38,8 +39,9 @@ Boundaries = tuple[Tensor | None, Tensor | None]
 class Terms(NamedTuple):
     """Everything about a call but its tensors.
 
-    groups  names of one or two process groups
-    ways    ranks that share the heads of a sequence
+    groups   names of one or two process groups
+    ways     ranks that share the heads of a sequence
+    softcap  0 for none
     """
 
     posed: Posed
@@ -47,6 +49,7 @@ class Terms(NamedTuple):
     groups: tuple[str, ...]
     ways: int
     layout: str
+    softcap: float = 0.0
 
     def text(self) -> str:
         """As an operator takes it. torch.compile traces this."""
@@ -54,19 +57,19 @@ class Terms(NamedTuple):
             self.posed,
             self.order,
         )
-        numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways)
+        numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways, self.softcap)
         cu = " ".join([str(x) for x in documents])
         return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, rows, policy, self.layout, *self.groups])
 
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Terms:
-        left, right, scale, deterministic, sm_margin, panels, ways, cu, *others = text.split(SEPARATOR)
+        left, right, scale, deterministic, sm_margin, panels, ways, softcap, cu, *others = text.split(SEPARATOR)
         tiles, rows, policy, layout, *groups = others
         factor = None if scale == "None" else float(scale)
         posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor, rows)
         order = Order(policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels))
-        return Terms(posed, order, tuple(groups), int(ways), layout)
+        return Terms(posed, order, tuple(groups), int(ways), layout, float(softcap))
 
 
 class Shape(NamedTuple):
@@ -77,10 +80,12 @@ class Shape(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: torch.device
+    has_sinks: bool
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, ways: int) -> Shape:
-        return Shape(q.shape[0], (q.shape[2] * ways, k.shape[2] * ways), q.shape[3], q.dtype, q.device)
+    def of(q: Tensor, k: Tensor, ways: int, sinks: Tensor | None) -> Shape:
+        heads = (q.shape[2] * ways, k.shape[2] * ways)
+        return Shape(q.shape[0], heads, q.shape[3], q.dtype, q.device, sinks is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,19 +96,30 @@ class Call:
     k: Heads
     tokens: Tokens
 
+    def extras(self, sinks: Tensor | None) -> Extras | None:
+        """The sinks of the heads that this rank computes, from those of all heads."""
+        return None if sinks is None else Extras(sinks.view(self.q.axis.size, -1)[self.q.axis.number])
+
 
 @torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, terms: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    sinks: Tensor | None,
+    terms: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out and lse of this rank's tokens. If ranks share heads, also the operands of the backward after `spread`."""
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
-    call = agreed(Shape.of(q, k, 1), rows, (cu_seqlens, cu_seqlens_k), said)
+    call = agreed(Shape.of(q, k, 1, sinks), rows, (cu_seqlens, cu_seqlens_k), said)
+    extras = call.extras(sinks)
     if said.ways == 1:
-        return (*call.tokens.forward(q, k, v), [])
+        return (*call.tokens.forward(q, k, v, extras), [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
-    out, lse = call.tokens.forward(q, k, v)
+    out, lse = call.tokens.forward(q, k, v, extras)
     own_out, own_lse = call.q.collect(out), call.q.collect(lse.transpose(1, 2).unsqueeze(-1))
     return own_out(), own_lse().squeeze(-1).transpose(1, 2).contiguous(), [q, k, v, out, lse]
 
@@ -118,6 +134,7 @@ def backward(
     lse: Tensor,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    sinks: Tensor | None,
     terms: str,
     rows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,10 +144,11 @@ def backward(
     """
     said = Terms.read(terms)
     own_q, own_k = rows
-    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
+    call = agreed(Shape.of(q, k, said.ways, sinks), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
+    extras = call.extras(sinks)
     if said.ways == 1:
-        return call.tokens.backward(Operands(dout, q, k, v, out, lse))
-    grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse))
+        return call.tokens.backward(Operands(dout, q, k, v, out, lse), extras)
+    grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse), extras)
     dq, dk, dv = call.q.collect(grads.dq), call.k.collect(grads.dk), call.k.collect(grads.dv)
     return Gradients(dq(), dk(), dv())
 
@@ -172,6 +190,8 @@ def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: T
             "window (left, right)": (posed.left, posed.right),
             "mask": (posed.documents, posed.tiles, posed.rows),
             "scale": posed.scale,
+            "softcap": terms.softcap,
+            "sinks": "given" if shape.has_sinks else "not given",
             "policy": order.policy,
             "deterministic": order.deterministic,
             "panels and layout": (order.panels, terms.layout),
@@ -207,7 +227,8 @@ def _call(
         for total, count in zip(totals, shape.heads, strict=True)
     )
     packing = documents_of(Arguments(cu_q=cu[0], cu_k=cu[1]), whole_q, whole_k)
-    problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels)
+    features = Features(said.softcap, shape.has_sinks)
+    problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels, features)
     options = Options(bool(said.order.deterministic), said.order.sm_margin)
     whole = prepare(problem, said.order.policy, options, shape.device)
     whole.require_order()  # an error here comes on all ranks, before tensors are sent

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Gradients, Held, KeySums, Operands
+from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Arrival, Axis
 from dash_attn.distributed.routes import Routes
@@ -101,21 +101,23 @@ class Tokens:
                 "ranks that divides the kv heads"
             ) from error
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
         """out, and lse (batch, heads, seqlen)."""
         if self.is_local:
-            return self.whole.forward(q, k, v)
+            return self.whole.forward(q, k, v, extras)
         outs, lses = list[Tensor](), list[Tensor]()
         for chunk, keys, values in self._gathered(k, v):
             mine = q[:, :, chunk.q]
-            out, lse = self._held(chunk).forward(_joined(mine), keys, values)
+            own = None if extras is None or extras.sinks is None else Extras(extras.sinks[chunk.q])
+            out, lse = self._held(chunk).forward(_joined(mine), keys, values, own)
             outs.append(out.view(mine.shape))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
-    def backward(self, operands: Operands) -> Gradients:
+    def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
+        """Panels need no sinks: lse includes them."""
         if self.is_local:
-            return self.whole.backward(operands)
+            return self.whole.backward(operands, None, extras)
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
         for chunk, keys, values in self._gathered(operands.k, operands.v):
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.api.arguments import Arguments
+from dash_attn.api.extras import Given
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
 from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.routes import Routes
@@ -150,6 +151,21 @@ def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
     return said, [forward, counted[0]]
 
 
+def sink_gradients(groups: Groups, case: Case, size: int, mode: str) -> bool:
+    """Whether the gradients of the sinks, added over ranks, are the gradient in one process."""
+    if size not in groups:
+        return True
+    group, given = groups[size], {**case.arguments, "sinks": case.arguments["sinks"].clone().requires_grad_()}
+    q, k, v, dout = case.tensors()
+    (alone,) = torch.autograd.grad(dash_attn.attention(q, k, v, **given), given["sinks"], dout)
+    q, k, v, dout = (shard(x, group=group, dim=case.dim_of_tokens) for x in (q, k, v, dout))
+    out = context_parallel_attention(q, k, v, group=group, mode=mode, **given)
+    (own,) = torch.autograd.grad(out, given["sinks"], dout)
+    is_part = size == 1 or not torch.allclose(own, alone, rtol=1e-4)
+    torch.distributed.all_reduce(own, group=group)
+    return is_part and torch.allclose(own, alone, rtol=1e-4, atol=1e-6)
+
+
 def reversed_fold(groups: Groups, case: Case) -> list[str]:
     """The control: the results that differ if dK and dV are added in another order."""
     of = Routes.of
@@ -245,12 +261,13 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     group = groups[size]
     q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
     asked = Arguments(causal=True, panels=16)
-    terms = terms_of(q, k, v, asked, (ranks.ranks_of(group), mode, "zigzag")).text()
-    out, lse, spread = ops.forward(q, k, v, None, None, terms)
+    terms = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks.ranks_of(group), mode, "zigzag")).text()
+    sinks = torch.zeros(q.shape[2])
+    out, lse, spread = ops.forward(q, k, v, None, None, sinks, terms)
     checks = ("test_schema", "test_faketensor")
     forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
-    torch.library.opcheck(forward, (q, k, v, None, None, terms), test_utils=checks)
-    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, terms, (q.shape[1], k.shape[1]))
+    torch.library.opcheck(forward, (q, k, v, None, None, sinks, terms), test_utils=checks)
+    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, terms, (q.shape[1], k.shape[1]))
     torch.library.opcheck(backward, operands, test_utils=checks)
 
 

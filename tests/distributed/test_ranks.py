@@ -36,6 +36,8 @@ CASES = {
     "window": Case(batch=2, arguments={"causal": True, "window": (9, 0)}),
     "pack": Case(arguments={"cu_seqlens": PACK}),
     "causal pack": Case(heads=(8, 4), arguments={"cu_seqlens": PACK, "causal": True}),
+    "softcap": Case(heads=(8, 4), arguments={"causal": True, "softcap": 2.0}),
+    "sinks in a pack": Case(arguments={"cu_seqlens": PACK, "causal": True, "sinks": torch.linspace(-1.0, 2.0, 4)}),
 }
 
 
@@ -74,6 +76,12 @@ def test_random_problems(pool: Pool, seed: int) -> None:
     assert pool.run(jobs.equal_everywhere, case, (size,), (SMALL, LARGE)[seed % 2])[0] == {}, case
 
 
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_the_gradient_of_sinks_is_that_of_the_own_queries(pool: Pool, mode: str) -> None:
+    for size in (1, 2, 4):
+        assert all(pool.run(jobs.sink_gradients, CASES["sinks in a pack"], size, mode))
+
+
 def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
     """The control: the comparison above can fail."""
     assert pool.run(jobs.reversed_fold, CASES["causal"])[0] == ["dk", "dv"]
@@ -87,6 +95,7 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
     for said, (forward, backward) in results:
         assert (said.forward_bytes, said.backward_bytes) == (forward, backward)
         assert said.heads_over * said.tokens_over == said.ranks == 8
+        assert 0 < said.exposed_ms < said.predicted_ms
     mask = CAUSAL if name == "causal" else documents(PACK)
     problem = Problem(1, *case.heads, *case.lengths, case.dim, "float32", mask=mask)
     predicted = predict(problem, 8, mode, "zigzag", *ways_of(problem, 8, mode)).sent_bytes  # by one of the ranks
@@ -98,6 +107,9 @@ WRONG: list[tuple[list[dict[str, Any]], str]] = [
     ([{"mode": "a2a"}] * 3 + [{"mode": "all_gather"}], "number of ranks that share heads (mode)"),
     ([{"layout": "zigzag"}, *[{"layout": "contiguous"}] * 3], "panels and layout is (16, 'zigzag') on rank 0"),
     ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.float32 on ranks 1, 2, 3"),
+    ([{}, {"softcap": 5.0}, {}, {}], "softcap is 0.0 on ranks 0, 2, 3, 5.0 on rank 1"),
+    ([{"sinks": torch.zeros(4)}, *[{}] * 3], "sinks is given on rank 0, not given on ranks 1, 2, 3"),
+    ([{"sinks": torch.zeros(3)}, *[{}] * 3], "sinks must have one number for each of the 4 heads of q"),
     ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),
     ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number or None, got 'no'"),
     ([{"rows": 3}, *[{}] * 3], "q has [3, 12, 12, 12] tokens on the ranks"),

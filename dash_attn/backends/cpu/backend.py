@@ -15,7 +15,7 @@ from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
 from dash_attn.pack import Pack, Planned
-from dash_attn.problem import PLAIN, Problem
+from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 
 
@@ -60,10 +60,10 @@ class CpuBackend:
         return workspace_bytes(plan, CpuConfig())
 
     def held(self, pack: Pack, options: Options) -> Held:
-        if pack.problem.features != PLAIN:
+        if pack.problem.features.dropout or pack.problem.features.dim_v is not None:
             raise NotImplementedError(
-                "context parallel has no sinks, softcap, dropout or values with another head dim than queries: leave "
-                "them out, or use attention in one process"
+                "context parallel has no dropout and no values with another head dim than queries: leave them out, or "
+                "use attention in one process"
             )
         return CpuHeld(pack, CpuConfig(**dict(options.kernel)))  # type: ignore[arg-type]
 

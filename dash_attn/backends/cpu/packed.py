@@ -124,8 +124,8 @@ class CpuHeld:
     pack: Pack
     config: CpuConfig
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return forward_pack(self.pack, q, k, v)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
+        return forward_pack(self.pack, q, k, v, extras)
 
     @without_grad
     def backward(self, operands: Operands) -> Partials:

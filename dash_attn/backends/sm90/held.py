@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import KeySums, Operands, Partials
+from dash_attn.backends.base import Extras, KeySums, Operands, Partials
 from dash_attn.pack import Assembly, Doc, Pack
 from dash_attn.problem import Panel, Problem, documents
 
@@ -51,7 +51,7 @@ class Sm90Held:
         self.ranges = [_range(pack.problem, panels) for panels in neighbours(pack)]
         self._require_rows()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, _: Extras | None = None) -> tuple[Tensor, Tensor]:
         self._require_rows()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty((1, q.shape[2], q.shape[1]), dtype=torch.float32)

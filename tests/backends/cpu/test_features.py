@@ -249,9 +249,10 @@ def test_a_row_without_keys_has_its_sink(value: float) -> None:
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
-def test_panels_of_context_parallel_are_refused() -> None:
-    problem = Problem(1, 2, 1, 96, 96, 16, "float32", None, CAUSAL, 2, Features(softcap=2.0))
-    with pytest.raises(NotImplementedError, match="context parallel has no sinks, softcap"):
+@pytest.mark.parametrize("features", [Features(dropout=0.5), Features(dim_v=8)], ids=str)
+def test_panels_of_context_parallel_are_refused(features: Features) -> None:
+    problem = Problem(1, 2, 1, 96, 96, 16, "float32", None, CAUSAL, 2, features)
+    with pytest.raises(NotImplementedError, match="context parallel has no dropout and no values with another"):
         prepare_panels(problem, problem.panel_list[:1], "auto", Options(), CPU)
 
 

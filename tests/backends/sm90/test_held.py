@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -18,7 +19,7 @@ from dash_attn.backends.sm90.held import Sm90Held, neighbours, rows_of_sums
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.routes import Routes
 from dash_attn.pack import Doc, Pack, assemble
-from dash_attn.problem import CAUSAL, FULL, Panel, Problem, documents, window
+from dash_attn.problem import CAUSAL, FULL, Features, Panel, Problem, documents, window
 from dash_attn.tiling import TileShape
 
 CPU = torch.device("cpu")
@@ -244,6 +245,12 @@ def test_a_forward_that_looks_at_other_queries_is_refused(monkeypatch: pytest.Mo
     sm90 = backend.Sm90Backend(torch.device("cuda"))
     with pytest.raises(NotImplementedError, match=r"bits may depend on the other queries.*FlashAttention-4"):
         sm90.held(Pack(problem, sm90.tile_shape, held=problem.panel_list[:1]), Options())
+
+
+def test_features_are_refused() -> None:
+    problem = replace(PROBLEMS["causal"], features=Features(softcap=20.0))
+    with pytest.raises(NotImplementedError, match="on GPUs a rank computes panels without softcap"):
+        backend.Sm90Backend(CPU).held(Pack(problem, lambda _: TileShape(64, 128)), Options())
 
 
 def test_a_rank_without_queries_gives_nothing(kernels: Kernels) -> None:
