@@ -238,6 +238,7 @@ class Watcher:
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
+        self._gradients.clear()  # a backward that ended in an error has left them
         if self._had_backward and not self._optimizers:
             self.end_step()
         if not self._recording:

@@ -247,14 +247,6 @@ def test_a_gpu_that_is_not_current(how: dict[str, object]) -> None:
 # ---- determinism, memory and sizes ---------------------------------------------------------------------------
 
 
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def test_no_order_under_strict_determinism(strict: None) -> None:
     inputs = tensors(1, 300)
     with pytest.raises(RuntimeError, match="deterministic=False"):

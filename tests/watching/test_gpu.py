@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,15 +54,6 @@ def test_a_gpu_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in SIZES:
         tensor = some(torch.bfloat16, *shape)
         assert fingerprint(tensor.cuda()) == fingerprint(tensor)
-
-
-@pytest.fixture
-def strict(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All of torch's operations repeat their bits."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -163,11 +154,14 @@ def test_a_graph_that_is_captured_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_overhead() -> None:
-    """A step of a small GPT takes less than 5 % longer if its blocks are watched, with all gradients and weights."""
+    """A step of a small GPT takes less than 5 % longer if its blocks are watched, with all gradients and weights.
+
+    The batch is large enough for the GPU to be slower than the host, whose speed differs from machine to machine.
+    """
     spec = importlib.util.spec_from_file_location("watch_overhead", BENCHMARK)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for the names of their fields' types
     spec.loader.exec_module(module)
-    row = module.measure(module.Size(), depth=2, rounds=5)
+    row = module.measure(module.Size(batch=32), depth=2, rounds=5)
     assert row["overhead"] < 0.05, row

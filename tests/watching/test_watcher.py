@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -325,3 +326,27 @@ def test_environment_is_json_and_holds_only_named_variables(monkeypatch: pytest.
     facts = environment()
     assert facts["variables"]["NCCL_ALGO"] == "Ring" and "secret" not in str(facts)
     assert facts["torch"] == torch.__version__ and facts["world size"] == 1
+
+
+def test_a_backward_that_fails_is_forgotten(tmp_path: Path) -> None:
+    """The gradients of the backward after it are recorded."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fails = [True, False]
+
+    def hook(gradient: Tensor) -> None:
+        if fails.pop(0):
+            raise RuntimeError("in the middle")
+
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        for _ in range(2):
+            x = torch.randn(2, 4)
+            middle = model[0](x)
+            middle.register_hook(hook)
+            loss = model[1](middle).sum()
+            with suppress(RuntimeError):
+                loss.backward()
+                optimizer.step()
+            optimizer.zero_grad()
+    (step,) = load_run(tmp_path)[0].steps.values()
+    assert {"0:weight", "1:weight"} <= set(names(step, "backward"))

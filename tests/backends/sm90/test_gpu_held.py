@@ -16,6 +16,7 @@ from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
 from dash_attn.tools.bench.audit.ranks import spots_of
 from dash_attn.tools.bench.audit.targets import CONTROL
+from dash_attn.tools.bench.operands import draw
 from tests.backends.sm90.cases import DEVICE, Case, prepared, same
 
 pytestmark = pytest.mark.gpu
@@ -77,6 +78,18 @@ def test_panels_of_ranks_have_the_bits_of_one_call(shape, mask: Mask, layout: La
         got_out, got_lse, grads = on_ranks(case, layout)
         assert torch.equal(got_out, out) and torch.equal(got_lse, lse), (batch, len_q, len_k)
         assert same(grads, case.run(prepared(problem))), (batch, len_q, len_k)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("length", [8192, 32768, 131072])
+def test_long_sequences_on_any_number_of_ranks(length: int, ranks: int) -> None:
+    problem = Problem(1, 4, 2, length, length, 128, mask=CAUSAL, panels=16)
+    drawn = draw(problem, DEVICE)
+    out, lse = prepared(problem).forward(*drawn[1:])
+    case = Case(problem, Operands(*drawn, out, lse), Gradients(*drawn[1:]))
+    got_out, got_lse, grads = on_ranks(case, Layout("zigzag", ranks, 16))
+    assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
+    assert same(grads, case.run(prepared(problem)))
 
 
 @pytest.mark.parametrize("policy", ["auto", "spt"])
