@@ -28,7 +28,7 @@ class Explanation:
     backward_bytes  sent to other ranks in the backward
     gathered_bytes  memory for gathered keys and values, at most
     sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
-    predicted_ms    of forward and backward, by the model of `dash-attn scale`: H200 GPUs, bf16, head dim 128
+    predicted_ms    of forward and backward, by the model of `dash-attn simulate --ranks`: H200 GPUs, bf16, head dim 128
     exposed_ms      of these, time in which this rank computes nothing because tensors are under way
     """
 

@@ -26,7 +26,7 @@ class Cluster:
 
     node               GPUs of a node
     forward, backward  flops of attention on one GPU, bf16, head dim 128, causal (measured: 8k tokens in the forward,
-                       benchmarks/results/block_h200.json; 128k in the backward, length_h200.json)
+                       benchmarks/results/block_h200.json; 64k in the backward, length_h200.json)
     nvlink             bytes that a GPU sends inside its node (published: 900 GB/s, both directions together)
     network            bytes that a GPU sends to other nodes (published: InfiniBand NDR, 400 Gbit/s for each GPU)
     reached            share of the published rates that collectives reach (assumed)

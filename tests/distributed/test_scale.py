@@ -57,9 +57,13 @@ def test_a_mesh_lies_between_the_two_modes() -> None:
     assert replace(few, mode="") == replace(predict(LONG, 64, "all_gather", "zigzag", 1), mode="")
 
 
+COMMAND = ["simulate", "--seqlen", "8192", "--heads", "32", "--kv-heads", "8", "--ranks", "8"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--policy", "spt"], "--ranks, --mode and --layout go with the options of a problem"),
         (["--mode", "ring"], "--mode 'ring': choose from a2a, all_gather, a2a+all_gather"),
         (["--layout", "striped"], "--layout 'striped': choose from zigzag, contiguous"),
         (["--mode", "a2a+all_gather", "--ranks", "2"], "can share 8 key/value heads"),
@@ -67,14 +71,14 @@ def test_a_mesh_lies_between_the_two_modes() -> None:
 )
 def test_choices_of_the_command(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as done:
-        main(["scale", "--seqlen", "8192", *arguments])
+        main([*COMMAND, *arguments])
     assert done.value.code == 2 and said in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, status in ((["--ranks", "2,8", "--json"], 0), (["--ranks", "2,x"], 2)):
         with pytest.raises(SystemExit) as done:
-            main(["scale", "--seqlen", "8192", *arguments])
+            main([*COMMAND, *arguments])
         assert done.value.code == status
         out, err = capsys.readouterr()
         if status:

@@ -24,7 +24,6 @@ for _module in (
     "health",
     "explain",
     "simulate",
-    "scale",
     "search",
     "verify",
     "draw",

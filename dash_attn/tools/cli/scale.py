@@ -1,39 +1,39 @@
-"""dash-attn scale: attention over a sequence on many GPUs, in a model."""
+"""dash-attn simulate --ranks: attention over a sequence on many GPUs, in a model."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from rich.table import Table
 from typer import Option
 
-from dash_attn.tools.cli.app import Json, command, emit
-from dash_attn.tools.cli.tables import console, working
-from dash_attn.tools.cli.workload import ProblemOptions, parse_names
-
-RanksOption = Annotated[str, Option("--ranks", help="numbers of GPUs, separated by commas")]
-ModeOption = Annotated[
-    str, Option("--mode", help="a2a, all_gather, a2a+all_gather, separated by commas; all if not given")
-]
-LayoutOption = Annotated[str, Option("--layout", help="layouts, separated by commas; both if not given")]
+from dash_attn.problem import Problem
+from dash_attn.tools.cli.workload import parse_names
 
 
-@command("scale", heads=32, kv_heads=8, seqlen=131072)
-def scale(
-    problem: ProblemOptions,
-    ranks: RanksOption = "8",
-    mode: ModeOption = "",
-    layout: LayoutOption = "",
-    as_json: Json = False,
-) -> None:
-    """Predict attention over one sequence on several GPUs: time, exposed communication, bytes sent and held."""
-    from dash_attn.distributed.layout import LAYOUTS, MODES
-    from dash_attn.distributed.scale import predict, ways_of  # torch takes seconds to import
+@dataclass(frozen=True)
+class RankOptions:
+    """Ranks of context parallel attention."""
 
-    whole, numbers = problem.problem(), _numbers(ranks)
-    modes, layouts = _chosen("--mode", mode, MODES), _chosen("--layout", layout, LAYOUTS)
-    with working("predicting"):
+    ranks: Annotated[
+        str | None,
+        Option("--ranks", help="numbers of GPUs, separated by commas: predict the time of a sequence on all of them"),
+    ] = None
+    mode: Annotated[
+        str, Option("--mode", help="with --ranks: a2a, all_gather, a2a+all_gather, separated by commas; else all")
+    ] = ""
+    layout: Annotated[
+        str, Option("--layout", help="with --ranks: zigzag, contiguous, separated by a comma; else both")
+    ] = ""
+
+    def predicted(self, whole: Problem) -> list[dict[str, Any]]:
+        """Time, exposed communication, bytes sent and held, for each number of ranks, mode and layout."""
+        from dash_attn.distributed.layout import LAYOUTS, MODES
+        from dash_attn.distributed.scale import predict, ways_of  # torch takes seconds to import
+
+        numbers = _numbers(self.ranks or "")
+        modes, layouts = _chosen("--mode", self.mode, MODES), _chosen("--layout", self.layout, LAYOUTS)
         rows = [
             asdict(predict(whole, number, each, tokens, ways))
             for number in numbers
@@ -41,16 +41,12 @@ def scale(
             for ways in ways_of(whole, number, each)
             for tokens in layouts
         ]
-    if not rows:
-        raise ValueError(
-            f"--mode {mode}: on {ranks} GPUs no number of ranks between 1 and all of them can share {whole.heads_kv} "
-            "key/value heads"
-        )
-    if as_json:
-        emit(rows)
-        return
-    heads = f"{whole.heads_q} query and {whole.heads_kv} key/value heads of {whole.dim}"
-    console().print(_table(rows, f"{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"))
+        if not rows:
+            raise ValueError(
+                f"--mode {self.mode}: on {self.ranks} GPUs no number of ranks between 1 and all of them can share "
+                f"{whole.heads_kv} key/value heads"
+            )
+        return rows
 
 
 def _chosen(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -69,8 +65,10 @@ def _numbers(text: str) -> list[int]:
     return [int(name) for name in names]
 
 
-def _table(rows: list[dict[str, Any]], title: str) -> Table:
+def rank_table(rows: list[dict[str, Any]], whole: Problem) -> Table:
     """The fastest row of each number of ranks is marked."""
+    heads = f"{whole.heads_q} query and {whole.heads_kv} key/value heads of {whole.dim}"
+    title = f"{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in ("ranks", "mode", "layout"):
         table.add_column(name)

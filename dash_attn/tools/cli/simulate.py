@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from typer import Option
 from dash_attn.program import save
 from dash_attn.simulate import Simulation, Tickets
 from dash_attn.tools.cli.app import Json, command, emit, wrote
+from dash_attn.tools.cli.scale import RankOptions, rank_table
 from dash_attn.tools.cli.tables import (
     console,
     fact_table,
@@ -34,12 +35,13 @@ from dash_attn.tools.cli.workload import (
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Files to write of one simulation."""
+    """What to write of one simulation."""
 
     save: Annotated[Path | None, Option("--save", help=f"write the program to this file; {RUN}")] = None
     gantt: Annotated[Path | None, Option("--gantt", help="draw the timeline: a .png or .svg file")] = None
     html: Annotated[Path | None, Option("--html", help="draw the timeline: an interactive page")] = None
     perfetto: Annotated[Path | None, Option("--perfetto", help="write a trace for ui.perfetto.dev")] = None
+    as_json: Json = False
 
     def draw(self, result: Simulation) -> None:
         from dash_attn.tools import viz  # matplotlib takes a second to import
@@ -59,10 +61,19 @@ def simulate_command(
     tiles: TileOptions,
     model: ModelOptions,
     out: OutputOptions,
+    ranks: RankOptions,
     policy: PolicyOption = "auto",
-    as_json: Json = False,
 ) -> None:
-    """Run one order in a model of time: makespan, lower bound, bubbles, stalls."""
+    """Run one order in a model of time: makespan, lower bound, bubbles, stalls.
+
+    With --ranks: the time of one sequence on many GPUs, with its exposed communication, bytes sent and memory.
+    """
+    if ranks != RankOptions():
+        others = (tiles, model, replace(out, as_json=False), policy)
+        if others != (TileOptions(), ModelOptions(), OutputOptions(), "auto"):
+            raise ValueError("--ranks, --mode and --layout go with the options of a problem and --json, and no others")
+        on_ranks(problem, ranks, out.as_json)
+        return
     workload = Workload(problem, tiles)
     count, chosen = workload.workers(model.workers), workload.model(model)
     drawn = any((out.gantt, out.html, out.perfetto))
@@ -75,11 +86,21 @@ def simulate_command(
         save(program, out.save)
     if drawn:
         out.draw(result)
-    if as_json:
+    if out.as_json:
         emit(row)
         return
     console().print(fact_table(row, f"{program.policy} on {program.mask}, {result.model.name} model"))
-    wrote(astuple(out))
+    wrote([out.save, out.gantt, out.html, out.perfetto])
+
+
+def on_ranks(problem: ProblemOptions, ranks: RankOptions, as_json: bool) -> None:
+    whole = problem.problem()
+    with working("predicting"):
+        rows = ranks.predicted(whole)
+    if as_json:
+        emit(rows)
+    else:
+        console().print(rank_table(rows, whole))
 
 
 @command("compare", heads=4)
