@@ -55,7 +55,7 @@ MIRRORS: dict[str, frozenset[str]] = {
         {"attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func", "forward"},
     ),
     # the same, and where the ranks are
-    "distributed": frozenset({"backward", "context_parallel_attention", "explain"}),
+    "distributed": frozenset({"backward", "context_parallel_attention", "explain", "forward"}),
     # what torch, Transformers and Megatron call
     "integrations": frozenset(
         {
