@@ -69,7 +69,7 @@ class Way:
 @dataclass(frozen=True)
 class Ours:
     """Which of our own variants run. Without `policies` the usual ones of each mask do. `configs` are fields of the
-    kernel's config to change, a variant for each. With `panels` the first variant also runs in so many panels."""
+    kernel's config to change, a variant for each. With `panels` above 1, `auto` also runs in this number of panels."""
 
     policies: tuple[str, ...] = ()
     unordered: bool = True

@@ -47,7 +47,7 @@ class Suite:
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
     effort: Effort = Effort()
-    panels: int = 1  # also run ours in so many panels
+    panels: int = 1  # above 1: ours also runs in this number of panels
     tiny: Callable[[], list[BenchCase]] = tiny_cases  # for machines without a GPU
 
 
