@@ -143,7 +143,7 @@ def _tflops(row: Row, name: str) -> str:
 
 
 def orders(results: Results) -> TableText:
-    """How much faster `auto` is than every other variant of the grid: mean, least and most over the cells of a mask."""
+    """How much faster the default of the grid is than every other variant: mean, least and most of a mask."""
     rows = results["grid"]["rows"]
     names = dict.fromkeys(_family(row, name) for row in rows for name in row["us"] if name != default_of(row))
     lines = []
@@ -162,7 +162,7 @@ def orders(results: Results) -> TableText:
             )
             cells.append(spread)
         lines.append([family, *cells])
-    return ["`auto` against", "full mask", "causal mask"], lines
+    return ["default of `grid` against", "full mask", "causal mask"], lines
 
 
 def _family(row: Row, name: str) -> str:
