@@ -136,7 +136,8 @@ def context_parallel_attention(
     mode     'a2a': ranks exchange tokens for heads, as in Ulysses. If the number of ranks does not divide the kv heads,
              fewer ranks share the heads, and keys and values are gathered as in 'all_gather'. 'all_gather': every rank
              gathers all keys and values, some heads at a time. 'a2a+all_gather': both, on a mesh of two dimensions.
-             'auto': 'a2a', or 'a2a+all_gather' on such a mesh
+             'auto': 'a2a' if the number of ranks divides the kv heads, else 'all_gather'; 'a2a+all_gather' on such a
+             mesh
     layout   'zigzag': each rank has early and late tokens, so that causal work is equal. 'contiguous': each rank has
              neighbouring tokens
     panels   the tokens are cut into this number of ranges, and each rank holds whole ranges. The number changes the
@@ -198,7 +199,9 @@ def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
             "another group, or mode='auto'"
         )
     if not is_grid:
-        return 1 if mode == "all_gather" else math.gcd(heads_kv, ranks.size)
+        shared = math.gcd(heads_kv, ranks.size)
+        # Ranks that share heads and tokens send more than they save (docs/scale.md).
+        return 1 if mode == "all_gather" or (mode == "auto" and shared < ranks.size) else shared
     ways = ranks.axes[1].size
     if heads_kv % ways:
         raise ValueError(

@@ -102,6 +102,12 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
     assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
 
 
+@pytest.mark.parametrize(("heads_kv", "heads_over"), [(8, 8), (16, 8), (4, 1), (1, 1)])
+def test_auto_shares_heads_over_all_ranks_or_none(pool: Pool, heads_kv: int, heads_over: int) -> None:
+    case = Case(heads=(16, heads_kv), arguments={"causal": True})
+    assert {said.heads_over for said, _ in pool.run(jobs.traffic, case, "auto")} == {heads_over}
+
+
 WRONG: list[tuple[list[dict[str, Any]], str]] = [
     ([{}, {"causal": True}, {}, {}], "window (left, right) is (-1, -1) on ranks 0, 2, 3, (-1, 0) on rank 1"),
     ([{"mode": "a2a"}] * 3 + [{"mode": "all_gather"}], "number of ranks that share heads (mode)"),
