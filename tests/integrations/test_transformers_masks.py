@@ -198,23 +198,37 @@ def test_a_mask_of_intervals_has_no_dtype() -> None:
         _ = masking_utils.create_causal_mask(**given(), block_sequence_ids=BLOCKS).dtype
 
 
-def test_gemma3_trains_with_image_tokens() -> None:
-    """Tokens of an image see each other. Here the tokens that token_type_ids marks have embeddings of text."""
-    text = {**GROUPED, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    kinds = (BLOCKS >= 0).long()
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def trained(family: str, kinds: Tensor, sizes: dict[str, Any], *implementations: str) -> list[list[Tensor]]:
+    """Logits and gradients of a model that is told the kinds of its tokens, with each implementation."""
     results = []
-    for implementation in ("eager", "dash", "dash"):
+    for implementation in implementations:
         torch.manual_seed(0)
-        config = transformers.Gemma3Config(
-            text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}
-        )
-        model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=implementation)
+        config = getattr(transformers, f"{family}Config")(**sizes)
+        kind = getattr(transformers, f"{family}ForConditionalGeneration")
+        model = kind._from_config(config, attn_implementation=implementation)
         ids = tokens()
         out = model.train()(input_ids=ids, token_type_ids=kinds, labels=ids)
         out.loss.backward()
         grads = [x.grad for x in model.model.language_model.parameters() if x.grad is not None]
         results.append([out.logits.detach(), *grads])
+    return results
+
+
+def test_gemma3_trains_with_image_tokens() -> None:
+    """Tokens of an image see each other. Here the tokens that token_type_ids marks have embeddings of text."""
+    text = {**GROUPED, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes = {"text_config": text, "vision_config": VISION}
+    results = trained("Gemma3", (BLOCKS >= 0).long(), sizes, "eager", "dash", "dash")
     for theirs, first, second in zip(*results, strict=True):
         torch.testing.assert_close(first, theirs, atol=1e-4, rtol=1e-3)
         assert torch.equal(first, second)
@@ -236,22 +250,10 @@ def test_embedding_gemma_sees_both_ways() -> None:
 
 def test_paligemma_trains_with_a_prefix() -> None:
     """Tokens of type 0 are the prefix, which sees itself both ways."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     kinds = (torch.arange(LENGTH) >= torch.tensor([[9], [14]])).long()
-    results = []
-    for implementation in ("eager", "dash"):
-        torch.manual_seed(0)
-        config = transformers.PaliGemmaConfig(
-            text_config={**GROUPED, "model_type": "gemma"},
-            vision_config={**vision, "image_size": 28, "patch_size": 14, "model_type": "siglip_vision_model"},
-        )
-        model = transformers.PaliGemmaForConditionalGeneration._from_config(config, attn_implementation=implementation)
-        ids = tokens()
-        out = model.train()(input_ids=ids, token_type_ids=kinds, labels=ids)
-        out.loss.backward()
-        grads = [x.grad for x in model.model.language_model.parameters() if x.grad is not None]
-        results.append([out.logits.detach(), *grads])
-    for theirs, mine in zip(*results, strict=True):
+    vision = {**VISION, "model_type": "siglip_vision_model"}
+    sizes = {"text_config": {**GROUPED, "model_type": "gemma"}, "vision_config": vision}
+    for theirs, mine in zip(*trained("PaliGemma", kinds, sizes, "eager", "dash"), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
 
 
