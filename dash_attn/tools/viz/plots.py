@@ -40,6 +40,7 @@ FAMILIES = {
 }
 NAMES = {
     "any": "ours without turns",
+    "auto panels=8": "ours in 8 panels",
     "fa4": "FlashAttention-4",
     "fa4 det": "FlashAttention-4 deterministic",
     "fa2": "FlashAttention-2",
