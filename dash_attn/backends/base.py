@@ -32,11 +32,13 @@ class Extras(NamedTuple):
     sinks  float32 (heads of q), for a problem with sinks
     seed   of dropout: int64 without dimensions, or one for each sequence; dropout.seeds_of gives those of sequences
     dlse   the gradient of lse, float32 in its shape, or None for zeros. Only the backward takes it
+    head   the number of the first q head, for dropout: other ranks may have the heads before it
     """
 
     sinks: Tensor | None = None
     seed: Tensor | None = None
     dlse: Tensor | None = None
+    head: int = 0
 
 
 class Gradients(NamedTuple):
@@ -106,10 +108,10 @@ class Held(Protocol):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
-        """out and lse of the panels: the bits of the whole problem. Dropout is not for single panels."""
+        """out and lse of the panels: the bits of the whole problem."""
         ...
 
-    def backward(self, operands: Operands) -> Partials:
+    def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
         """dQ of the panels, and the fp32 dK and dV of each panel. Nothing is summed over panels."""
         ...
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
 from dash_attn.api.attention import autocast, order_of
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.extras import Given
+from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Posed, sink_gradient
 from dash_attn.backends import backend_for
 from dash_attn.distributed import ops
@@ -34,11 +34,12 @@ class ContextParallel(torch.autograd.Function):
         cu_q: Tensor | None,
         cu_k: Tensor | None,
         sinks: Tensor | None,
+        seed: Tensor | None,
         terms: str,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, terms)
+        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, seed, terms)
         own = () if sinks is None else (out, lse)  # of this rank's tokens, with all heads
-        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, *own)
+        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, seed, *own)
         ctx.mark_non_differentiable(lse)
         ctx.terms, ctx.rows = terms, (q.shape[1], k.shape[1])
         return out, lse
@@ -49,11 +50,11 @@ class ContextParallel(torch.autograd.Function):
             raise NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
-        q, k, v, out, lse, cu_q, cu_k, sinks, *own = ctx.saved_tensors
-        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, ctx.terms, ctx.rows)
+        q, k, v, out, lse, cu_q, cu_k, sinks, seed, *own = ctx.saved_tensors
+        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, seed, ctx.terms, ctx.rows)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         dsinks = sink_gradient(dout, *own, sinks, None) if own and ctx.needs_input_grad[5] else None
-        return dq, dk, dv, None, None, dsinks, None
+        return dq, dk, dv, None, None, dsinks, None, None
 
 
 @overload
@@ -74,6 +75,8 @@ def context_parallel_attention(
     scale: float | None = ...,
     softcap: float = ...,
     sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: Seed | None = ...,
     policy: str = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[False] = ...,
@@ -98,6 +101,8 @@ def context_parallel_attention(
     scale: float | None = ...,
     softcap: float = ...,
     sinks: Tensor | None = ...,
+    dropout: float = ...,
+    seed: Seed | None = ...,
     policy: str = ...,
     deterministic: bool | None = ...,
     return_lse: Literal[True],
@@ -121,6 +126,8 @@ def context_parallel_attention(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Seed | None = None,
     policy: str = "auto",
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -145,20 +152,22 @@ def context_parallel_attention(
              that is not below 16. To compare runs on different numbers of ranks, give the same number to all
 
     cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The sinks are the same on
-    every rank too, and have the gradient that comes from this rank's queries, as any weight. The other arguments are as
-    in `dash_attn.attention`, but `policy` is a name. lse has no gradient.
+    every rank too, and have the gradient that comes from this rank's queries, as any weight. Dropout needs a seed, the
+    same on every rank. The other arguments are as in `dash_attn.attention`, but `policy` is a name. lse has no
+    gradient.
     """
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
-    given = Given(softcap, None, sinks, None)
+    given = Given(softcap, dropout, sinks, seed)
     terms = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     extras = given.extras(q)
-    out, lse = ContextParallel.apply(q, k, v, *cu, extras.sinks, terms.text())  # type: ignore[no-untyped-call]
+    around = (*cu, extras.sinks, extras.seed)
+    out, lse = ContextParallel.apply(q, k, v, *around, terms.text())  # type: ignore[no-untyped-call]
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -169,8 +178,10 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sp
     ranks, mode, layout = spot
     try:
         check_arguments(q, k, v, asked)
+        features = given.features()
+        if features.dropout and given.seed is None:
+            raise ValueError("dropout needs a seed, the same on every rank: give seed")
         given.extras(q)
-        softcap = given.features().softcap
         if v.shape[-1] != q.shape[-1]:
             raise NotImplementedError(
                 f"v has head dim {v.shape[-1]} and q {q.shape[-1]}, which context parallel needs equal: pad the "
@@ -185,7 +196,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sp
         if isinstance(q, Tensor) and not torch.compiler.is_compiling():
             refuse(ranks, error, q.device)
         raise
-    return Terms(posed, order, ranks.names, ways, layout, softcap)
+    return Terms(posed, order, ranks.names, ways, layout, features.softcap, features.dropout)
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window, traced_boundaries
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.extras import Given
+from dash_attn.api.extras import Given, Seed
 from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.layout import usual_panels
-from dash_attn.distributed.ops import Shape, agreed
+from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
 from dash_attn.distributed.scale import Cluster, Rank
 from dash_attn.problem import Mask
@@ -67,6 +67,8 @@ def explain(
     scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Seed | None = None,
     policy: str = "auto",
     deterministic: bool | None = None,
 ) -> Explanation:
@@ -74,11 +76,12 @@ def explain(
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    terms = terms_of(q, k, v, asked, Given(softcap, None, sinks, None), (ranks, mode, layout))
+    given = Given(softcap, dropout, sinks, seed)
+    terms = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     if q.ndim == 3:
         q, k = q.unsqueeze(0), k.unsqueeze(0)
     rows = q.shape[1], k.shape[1]
-    call = agreed(Shape.of(q, k, 1, sinks), rows, traced_boundaries(asked, q.device), terms)
+    call = agreed(Shape.of(q, k, 1), rows, Around(*traced_boundaries(asked, q.device), *given.extras(q)[:2]), terms)
     batch, _, heads, dim = q.shape
     item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
     out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)

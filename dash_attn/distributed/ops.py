@@ -33,15 +33,13 @@ from dash_attn.problem import Features
 
 SEPARATOR = "\n"  # of the fields of a text
 
-Boundaries = tuple[Tensor | None, Tensor | None]
-
 
 class Terms(NamedTuple):
     """Everything about a call but its tensors.
 
     groups   names of one or two process groups
     ways     ranks that share the heads of a sequence
-    softcap  0 for none
+    softcap  0 for none, and so is dropout
     """
 
     posed: Posed
@@ -50,6 +48,7 @@ class Terms(NamedTuple):
     ways: int
     layout: str
     softcap: float = 0.0
+    dropout: float = 0.0
 
     def text(self) -> str:
         """As an operator takes it. torch.compile traces this."""
@@ -57,19 +56,21 @@ class Terms(NamedTuple):
             self.posed,
             self.order,
         )
-        numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways, self.softcap)
+        numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways, self.softcap, self.dropout)
         cu = " ".join([str(x) for x in documents])
         return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, rows, policy, self.layout, *self.groups])
 
     @staticmethod
     @lru_cache(maxsize=256)
     def read(text: str) -> Terms:
-        left, right, scale, deterministic, sm_margin, panels, ways, softcap, cu, *others = text.split(SEPARATOR)
+        left, right, scale, deterministic, sm_margin, panels, ways, softcap, dropout, cu, *others = text.split(
+            SEPARATOR
+        )
         tiles, rows, policy, layout, *groups = others
         factor = None if scale == "None" else float(scale)
         posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor, rows)
         order = Order(policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels))
-        return Terms(posed, order, tuple(groups), int(ways), layout, float(softcap))
+        return Terms(posed, order, tuple(groups), int(ways), layout, float(softcap), float(dropout))
 
 
 class Shape(NamedTuple):
@@ -80,12 +81,19 @@ class Shape(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: torch.device
-    has_sinks: bool
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, ways: int, sinks: Tensor | None) -> Shape:
-        heads = (q.shape[2] * ways, k.shape[2] * ways)
-        return Shape(q.shape[0], heads, q.shape[3], q.dtype, q.device, sinks is not None)
+    def of(q: Tensor, k: Tensor, ways: int) -> Shape:
+        return Shape(q.shape[0], (q.shape[2] * ways, k.shape[2] * ways), q.shape[3], q.dtype, q.device)
+
+
+class Around(NamedTuple):
+    """The tensors of a call beside q, k and v, the same on every rank."""
+
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    sinks: Tensor | None
+    seed: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +104,13 @@ class Call:
     k: Heads
     tokens: Tokens
 
-    def extras(self, sinks: Tensor | None) -> Extras | None:
-        """The sinks of the heads that this rank computes, from those of all heads."""
-        return None if sinks is None else Extras(sinks.view(self.q.axis.size, -1)[self.q.axis.number])
+    def extras(self, around: Around) -> Extras | None:
+        """Of the heads that this rank computes."""
+        if around.sinks is around.seed is None:
+            return None
+        sinks, axis = around.sinks, self.q.axis
+        own = None if sinks is None else sinks.view(axis.size, -1)[axis.number]
+        return Extras(own, around.seed, head=axis.number * self.tokens.whole.problem.heads_q)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
@@ -109,13 +121,15 @@ def forward(
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     sinks: Tensor | None,
+    seed: Tensor | None,
     terms: str,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """out and lse of this rank's tokens. If ranks share heads, also the operands of the backward after `spread`."""
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
-    call = agreed(Shape.of(q, k, 1, sinks), rows, (cu_seqlens, cu_seqlens_k), said)
-    extras = call.extras(sinks)
+    around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
+    call = agreed(Shape.of(q, k, 1), rows, around, said)
+    extras = call.extras(around)
     if said.ways == 1:
         return (*call.tokens.forward(q, k, v, extras), [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
@@ -135,6 +149,7 @@ def backward(
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     sinks: Tensor | None,
+    seed: Tensor | None,
     terms: str,
     rows: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,8 +159,9 @@ def backward(
     """
     said = Terms.read(terms)
     own_q, own_k = rows
-    call = agreed(Shape.of(q, k, said.ways, sinks), (own_q, own_k), (cu_seqlens, cu_seqlens_k), said)
-    extras = call.extras(sinks)
+    around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
+    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), around, said)
+    extras = call.extras(around)
     if said.ways == 1:
         return call.tokens.backward(Operands(dout, q, k, v, out, lse), extras)
     grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse), extras)
@@ -173,10 +189,10 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[T
     return dout.new_empty(dout.shape), dk, dv
 
 
-def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: Terms) -> Call:
+def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) -> Call:
     """The call, after all ranks have agreed on it."""
     ranks = Ranks.named(terms.groups)
-    cu = tuple(None if x is None else read(x) for x in boundaries)
+    cu = tuple(None if x is None else read(x) for x in around[:2])
     posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
     lengths = meet(
         ranks,
@@ -191,7 +207,9 @@ def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: T
             "mask": (posed.documents, posed.tiles, posed.rows),
             "scale": posed.scale,
             "softcap": terms.softcap,
-            "sinks": "given" if shape.has_sinks else "not given",
+            "sinks": "given" if around.sinks is not None else "not given",
+            "dropout": terms.dropout,
+            "seed": None if around.seed is None else around.seed.tolist(),
             "policy": order.policy,
             "deterministic": order.deterministic,
             "panels and layout": (order.panels, terms.layout),
@@ -200,7 +218,8 @@ def agreed(shape: Shape, rows: tuple[int, int], boundaries: Boundaries, terms: T
         rows,
         shape.device,
     )
-    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), ranks)
+    features = Features(terms.softcap, around.sinks is not None, terms.dropout)
+    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), features, ranks)
 
 
 @lru_cache(maxsize=256)
@@ -209,6 +228,7 @@ def _call(
     rows: tuple[tuple[int, int], ...],
     cu: tuple[tuple[int, ...] | None, ...],
     terms: str,
+    features: Features,
     ranks: Ranks,
 ) -> Call:
     said = Terms.read(terms)
@@ -227,7 +247,6 @@ def _call(
         for total, count in zip(totals, shape.heads, strict=True)
     )
     packing = documents_of(Arguments(cu_q=cu[0], cu_k=cu[1]), whole_q, whole_k)
-    features = Features(said.softcap, shape.has_sinks)
     problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels, features)
     options = Options(bool(said.order.deterministic), said.order.sm_margin)
     whole = prepare(problem, said.order.policy, options, shape.device)

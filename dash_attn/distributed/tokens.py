@@ -37,6 +37,13 @@ class Chunk:
     def heads(self) -> tuple[int, int]:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
 
+    def extras(self, given: Extras | None) -> Extras | None:
+        """Of these heads."""
+        if given is None:
+            return None
+        sinks = None if given.sinks is None else given.sinks[self.q]
+        return Extras(sinks, given.seed, head=given.head + self.q.start)
+
 
 class Load(NamedTuple):
     """Bytes that a rank sends to others and holds at most: of gathered keys and values, of float32 dK and dV."""
@@ -108,14 +115,12 @@ class Tokens:
         outs, lses = list[Tensor](), list[Tensor]()
         for chunk, keys, values in self._gathered(k, v):
             mine = q[:, :, chunk.q]
-            own = None if extras is None or extras.sinks is None else Extras(extras.sinks[chunk.q])
-            out, lse = self._held(chunk).forward(_joined(mine), keys, values, own)
+            out, lse = self._held(chunk).forward(_joined(mine), keys, values, chunk.extras(extras))
             outs.append(out.view(mine.shape))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
     def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
-        """Panels need no sinks: lse includes them."""
         if self.is_local:
             return self.whole.backward(operands, None, extras)
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
@@ -123,7 +128,8 @@ class Tokens:
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
             lse = operands.lse[:, chunk.q].transpose(0, 1).flatten(1).unsqueeze(0)
             held = self._held(chunk)
-            partials = held.backward(Operands(_joined(dout), _joined(q), keys, values, _joined(out), lse))
+            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), lse)
+            partials = held.backward(own, chunk.extras(extras))
             dqs.append(partials.dq.view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
                 sums.append(pending())

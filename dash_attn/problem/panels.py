@@ -21,6 +21,7 @@ class Panel(NamedTuple):
     after     how many positions the last query is before the last key of the panel. It is 0 unless the window has a
               right side, or a left side alone
     sequence  the number of its sequence in Problem.sequences
+    row       the place of its first query in its sequence
     """
 
     q_row: int
@@ -29,6 +30,7 @@ class Panel(NamedTuple):
     len_k: int
     after: int = 0
     sequence: int = 0
+    row: int = 0
 
     @property
     def kind(self) -> tuple[int, int, int]:
@@ -54,7 +56,7 @@ def cut(sequences: Longs, len_q: int, panels: int, mask: Mask) -> Longs:
     low = np.maximum(number * size - begin[of], 0)
     high = np.minimum((number + 1) * size - begin[of], rows)
     end, after = _seen(high, rows, keys, mask)
-    table = np.stack([q_row + low, k_row, high - low, end, after, of], axis=1)
+    table = np.stack([q_row + low, k_row, high - low, end, after, of, low], axis=1)
     table.flags.writeable = False
     return table
 

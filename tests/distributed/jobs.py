@@ -263,11 +263,11 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     asked = Arguments(causal=True, panels=16)
     terms = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks.ranks_of(group), mode, "zigzag")).text()
     sinks = torch.zeros(q.shape[2])
-    out, lse, spread = ops.forward(q, k, v, None, None, sinks, terms)
+    out, lse, spread = ops.forward(q, k, v, None, None, sinks, None, terms)
     checks = ("test_schema", "test_faketensor")
     forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
-    torch.library.opcheck(forward, (q, k, v, None, None, sinks, terms), test_utils=checks)
-    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, terms, (q.shape[1], k.shape[1]))
+    torch.library.opcheck(forward, (q, k, v, None, None, sinks, None, terms), test_utils=checks)
+    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, None, terms, (q.shape[1], k.shape[1]))
     torch.library.opcheck(backward, operands, test_utils=checks)
 
 

@@ -37,6 +37,8 @@ CASES = {
     "pack": Case(arguments={"cu_seqlens": PACK}),
     "causal pack": Case(heads=(8, 4), arguments={"cu_seqlens": PACK, "causal": True}),
     "softcap": Case(heads=(8, 4), arguments={"causal": True, "softcap": 2.0}),
+    "dropout": Case(batch=2, heads=(8, 4), arguments={"causal": True, "dropout": 0.3, "seed": 5}),
+    "dropout in a pack": Case(arguments={"cu_seqlens": PACK, "dropout": 0.4, "seed": [3, 1, 4, 1, 5]}),
     "sinks in a pack": Case(arguments={"cu_seqlens": PACK, "causal": True, "sinks": torch.linspace(-1.0, 2.0, 4)}),
 }
 
@@ -114,6 +116,8 @@ WRONG: list[tuple[list[dict[str, Any]], str]] = [
     ([{"layout": "zigzag"}, *[{"layout": "contiguous"}] * 3], "panels and layout is (16, 'zigzag') on rank 0"),
     ([{"dtype": torch.float16}, *[{}] * 3], "dtype is torch.float16 on rank 0, torch.float32 on ranks 1, 2, 3"),
     ([{}, {"softcap": 5.0}, {}, {}], "softcap is 0.0 on ranks 0, 2, 3, 5.0 on rank 1"),
+    ([{"dropout": 0.1, "seed": 3}] * 3 + [{"dropout": 0.1, "seed": 4}], "seed is 3 on ranks 0, 1, 2, 4 on rank 3"),
+    ([{"dropout": 0.1}, *[{}] * 3], "dropout needs a seed, the same on every rank: give seed"),
     ([{"sinks": torch.zeros(4)}, *[{}] * 3], "sinks is given on rank 0, not given on ranks 1, 2, 3"),
     ([{"sinks": torch.zeros(3)}, *[{}] * 3], "sinks must have one number for each of the 4 heads of q"),
     ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),

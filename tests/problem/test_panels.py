@@ -54,18 +54,23 @@ def test_cuts_are_at_multiples_of_the_range(problem: Problem, panels: int) -> No
 
 def test_a_causal_panel_is_aligned_at_its_end() -> None:
     problem = Problem(2, 1, 1, 10, 12, mask=CAUSAL, panels=3)
-    assert problem.panel_list[:3] == ((0, 0, 4, 6, 0, 0), (4, 0, 4, 10, 0, 0), (8, 0, 2, 12, 0, 0))
-    assert problem.panel_list[3:5] == ((10, 12, 4, 6, 0, 1), (14, 12, 4, 10, 0, 1))
+    assert problem.panel_list[:3] == ((0, 0, 4, 6, 0, 0, 0), (4, 0, 4, 10, 0, 0, 4), (8, 0, 2, 12, 0, 0, 8))
+    assert problem.panel_list[3:5] == ((10, 12, 4, 6, 0, 1, 0), (14, 12, 4, 10, 0, 1, 4))
     assert problem.alone(problem.panel_list[1]) == Problem(1, 1, 1, 4, 10, mask=CAUSAL)
 
 
 def test_queries_that_see_nothing_have_a_panel_without_keys() -> None:
-    assert Problem(1, 1, 1, 10, 2, mask=CAUSAL, panels=2).panel_list == ((0, 0, 5, 0, 0, 0), (5, 0, 5, 2, 0, 0))
+    assert Problem(1, 1, 1, 10, 2, mask=CAUSAL, panels=2).panel_list == ((0, 0, 5, 0, 0, 0, 0), (5, 0, 5, 2, 0, 0, 5))
 
 
 def test_a_pack_is_cut_by_the_rows_of_the_stream() -> None:
     problem = Problem(1, 1, 1, 10, 10, mask=documents([0, 3, 3, 10], causal=True), panels=2)
-    assert problem.panel_list == ((0, 0, 3, 3, 0, 0), (3, 3, 0, 0, 0, 1), (3, 3, 2, 2, 0, 2), (5, 3, 5, 7, 0, 2))
+    assert problem.panel_list == (
+        (0, 0, 3, 3, 0, 0, 0),
+        (3, 3, 0, 0, 0, 1, 0),
+        (3, 3, 2, 2, 0, 2, 0),
+        (5, 3, 5, 7, 0, 2, 2),
+    )
 
 
 @pytest.mark.parametrize(

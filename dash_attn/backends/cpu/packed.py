@@ -32,7 +32,7 @@ def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | N
         rows = Rows.of_panel(panel, q, k)
         if panel.len_q and panel.len_k:
             operands = rows.of_q(q), rows.of_k(k), rows.of_k(v)
-            own = None if softmax is None else softmax.of_panel(pack.problem, panel, None)
+            own = None if softmax is None else softmax.of_panel(panel, None)
             fill(pack.problems[panel.kind], operands, (rows.of_q(out), rows.of_lse(lse)), own)
         elif panel.len_q:
             rows.of_q(out).zero_()
@@ -77,7 +77,7 @@ class Run:
             return
         rows, own = Rows.of_panel(panel, self.operands.q, self.operands.k), self.softmax
         if own is not None:
-            own = own.of_panel(self.pack.problem, panel, None if own.dlse is None else rows.of_lse(own.dlse))
+            own = own.of_panel(panel, None if own.dlse is None else rows.of_lse(own.dlse))
         replay(self.pack.plan_of(panel), self.config, rows.of(self.operands), into, own)
 
     def key_sums(self, panel: Panel, dq: Tensor) -> KeySums:
@@ -128,9 +128,9 @@ class CpuHeld:
         return forward_pack(self.pack, q, k, v, extras)
 
     @without_grad
-    def backward(self, operands: Operands) -> Partials:
+    def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
         dq = torch.empty_like(operands.q, memory_format=torch.contiguous_format)
-        run = Run(self.pack, self.config, operands, None)
+        run = Run(self.pack, self.config, operands, Softmax.of(self.pack.problem, extras))
         return Partials(dq, tuple(run.key_sums(panel, dq) for panel in self.pack.panels))
 
     @without_grad

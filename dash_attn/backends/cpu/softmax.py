@@ -21,12 +21,14 @@ class Softmax:
     seeds  of dropout, one for each batch entry; empty without dropout
     dlse   float32 (batch, heads, seqlen), or None
     row    the place of the first query in its sequence
+    head   the number of the first q head
     """
 
     sinks: Tensor | None
     seeds: list[int]
     dlse: Tensor | None
     row: int = 0
+    head: int = 0
 
     @staticmethod
     def of(problem: Problem, extras: Extras | None) -> Softmax | None:
@@ -40,19 +42,19 @@ class Softmax:
             assert extras.seed is not None
             seeds = seeds_of(extras.seed, len(problem.sequence_table))
         sinks = extras.sinks if problem.features.sinks else None
-        return Softmax(sinks, seeds, extras.dlse)
+        return Softmax(sinks, seeds, extras.dlse, head=extras.head)
 
-    def of_panel(self, problem: Problem, panel: Panel, dlse: Tensor | None) -> Softmax:
-        """For one panel of `problem`, with its rows of dlse."""
-        row = panel.q_row - problem.sequences[panel.sequence].q_row
-        return Softmax(self.sinks, self.seeds[panel.sequence : panel.sequence + 1], dlse, row)
+    def of_panel(self, panel: Panel, dlse: Tensor | None) -> Softmax:
+        """For one panel, with its rows of dlse."""
+        seeds = self.seeds[panel.sequence : panel.sequence + 1]
+        return Softmax(self.sinks, seeds, dlse, panel.row, self.head)
 
     def words(self, batch: int, head: int, rows: slice) -> Tensor:
         """The words of rows, int32 (rows, 2), or with no columns if there is no dropout."""
         count = rows.stop - rows.start
         if not self.seeds:
             return torch.empty((count, 0), dtype=torch.int32, device="cpu")
-        words = row_words(self.seeds[batch], head, self.row + rows.start, count)
+        words = row_words(self.seeds[batch], self.head + head, self.row + rows.start, count)
         return torch.from_numpy(words.view(np.int32))
 
 

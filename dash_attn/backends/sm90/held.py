@@ -51,7 +51,7 @@ class Sm90Held:
         self.ranges = [_range(pack.problem, panels) for panels in neighbours(pack)]
         self._require_rows()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, _: Extras | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
         self._require_rows()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty((1, q.shape[2], q.shape[1]), dtype=torch.float32)
@@ -63,7 +63,7 @@ class Sm90Held:
                     out[:, rows], lse[:, :, rows] = forward(q[:, rows], k[:, keys], v[:, keys])
         return out, lse
 
-    def backward(self, operands: Operands) -> Partials:
+    def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
         if not any(panel.len_q and panel.len_k for panel in self.pack.panels):
             nothing = operands.k.new_zeros((1, 0, *operands.k.shape[2:]), dtype=torch.float32)
             return Partials(torch.zeros_like(operands.q), (KeySums(nothing, nothing),) * len(self.pack.panels))
