@@ -13,7 +13,7 @@ from dash_attn.api.attention import autocast, order_of
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Posed, sink_gradient
-from dash_attn.backends import backend_for
+from dash_attn.backends import Extras, backend_for
 from dash_attn.distributed import ops
 from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.meeting import refuse
@@ -161,11 +161,10 @@ def context_parallel_attention(
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
     given = Given(softcap, dropout, sinks, seed)
-    terms = terms_of(q, k, v, asked, given, (ranks, mode, layout))
+    terms, extras = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    extras = given.extras(q)
     around = (*cu, extras.sinks, extras.seed)
     out, lse = ContextParallel.apply(q, k, v, *around, terms.text())  # type: ignore[no-untyped-call]
     if packed:
@@ -173,7 +172,9 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, spot: tuple[Ranks, str, str]) -> Terms:
+def terms_of(
+    q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, spot: tuple[Ranks, str, str]
+) -> tuple[Terms, Extras]:
     """The checked arguments of this rank. torch.compile traces this."""
     ranks, mode, layout = spot
     try:
@@ -181,7 +182,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sp
         features = given.features()
         if features.dropout and given.seed is None:
             raise ValueError("dropout needs a seed, the same on every rank: give seed")
-        given.extras(q)
+        extras = given.extras(q)
         if v.shape[-1] != q.shape[-1]:
             raise NotImplementedError(
                 f"v has head dim {v.shape[-1]} and q {q.shape[-1]}, which context parallel needs equal: pad the "
@@ -196,7 +197,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sp
         if isinstance(q, Tensor) and not torch.compiler.is_compiling():
             refuse(ranks, error, q.device)
         raise
-    return Terms(posed, order, ranks.names, ways, layout, features.softcap, features.dropout)
+    return Terms(posed, order, ranks.names, ways, layout, features.softcap, features.dropout), extras
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:

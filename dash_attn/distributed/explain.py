@@ -28,8 +28,8 @@ class Explanation:
     backward_bytes  sent to other ranks in the backward
     gathered_bytes  memory for gathered keys and values, at most
     sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
-    predicted_ms    of forward and backward, by the model of `dash-attn simulate --ranks`: H200 GPUs, bf16, head dim 128
-    exposed_ms      of these, time in which this rank computes nothing because tensors are under way
+    predicted_ms    time of forward and backward in the model of `dash-attn simulate --ranks`, for H200 GPUs and bf16
+    exposed_ms      the part of this time in which the rank waits for tensors and computes nothing
     """
 
     ranks: int
@@ -77,11 +77,13 @@ def explain(
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     given = Given(softcap, dropout, sinks, seed)
-    terms = terms_of(q, k, v, asked, given, (ranks, mode, layout))
+    terms, extras = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     if q.ndim == 3:
         q, k = q.unsqueeze(0), k.unsqueeze(0)
     rows = q.shape[1], k.shape[1]
-    call = agreed(Shape.of(q, k, 1), rows, Around(*traced_boundaries(asked, q.device), *given.extras(q)[:2]), terms)
+    call = agreed(
+        Shape.of(q, k, 1), rows, Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed), terms
+    )
     batch, _, heads, dim = q.shape
     item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
     out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)

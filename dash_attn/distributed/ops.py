@@ -37,9 +37,9 @@ SEPARATOR = "\n"  # of the fields of a text
 class Terms(NamedTuple):
     """Everything about a call but its tensors.
 
-    groups   names of one or two process groups
-    ways     ranks that share the heads of a sequence
-    softcap  0 for none, and so is dropout
+    groups            names of one or two process groups
+    ways              ranks that share the heads of a sequence
+    softcap, dropout  0 for none
     """
 
     posed: Posed

@@ -65,15 +65,16 @@ def draw_extras(problem: Problem, device: torch.device, seed: int = 0) -> Extras
     return Extras(sinks, torch.tensor(seed + 7) if problem.features.dropout else None, dlse)
 
 
-def sinks_for(problem: Problem, device: torch.device) -> Extras | None:
+def sinks_for(problem: Problem, device: torch.device) -> Tensor | None:
     """The sinks of a problem, the same at every call; None if it has none."""
-    return draw_extras(problem, device)._replace(dlse=None) if problem.features.sinks else None
+    return draw_extras(problem, device).sinks if problem.features.sinks else None
 
 
-def draw_operands(problem: Problem, device: torch.device, seed: int = 0, extras: Extras | None = None) -> Operands:
-    """Random tensors, with out and lse of the forward that dash_attn.attention takes on this device. Sinks are those of
-    `sinks_for`, unless others are given."""
-    drawn, extras = draw(problem, device, seed), extras or sinks_for(problem, device)
+def draw_operands(problem: Problem, device: torch.device, seed: int = 0) -> Operands:
+    """Random tensors, with out and lse of the forward that dash_attn.attention takes on this device, and with the sinks
+    of `sinks_for` if the problem has sinks."""
+    drawn, sinks = draw(problem, device, seed), sinks_for(problem, device)
+    extras = None if sinks is None else Extras(sinks)
     out, lse = prepare(problem, "auto", Options(), device).forward(*drawn[1:], extras)
     return Operands(*drawn, out.contiguous(), lse.contiguous())
 
@@ -187,9 +188,8 @@ def _hidden(mask: Mask, intervals: tuple[Tensor, ...], band: slice) -> tuple[sli
 
 def exact_part(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Gradients of the last key/value head of the last sequence in float64: enough of a long problem to check it."""
-    part, extras = replace(problem, batch=1, heads_q=problem.group, heads_kv=1), NONE
-    if (all_heads := sinks_for(problem, q.device)) is not None and all_heads.sinks is not None:
-        extras = Extras(all_heads.sinks[-problem.group :])
+    part, sinks = replace(problem, batch=1, heads_q=problem.group, heads_kv=1), sinks_for(problem, q.device)
+    extras = NONE if sinks is None else Extras(sinks[-problem.group :])
     return exact(part, *(_part(problem, x) for x in (dout, q, k, v)), extras=extras).gradients
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dash_attn.backends import Backend, Gradients, Operands, Options
+from dash_attn.backends import Backend, Extras, Gradients, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sinks import sink_gradient
 from dash_attn.backends.sm90.backend import Sm90Backend
@@ -52,9 +52,10 @@ class Way:
 
     def calls(self, problem: Problem, sets: Sequence[Operands]) -> list[Call]:
         device = sets[0].q.device
-        run, extras = self.prepared(problem, device).backward, sinks_for(problem, device)
-        if extras is None:
+        run, sinks = self.prepared(problem, device).backward, sinks_for(problem, device)
+        if sinks is None:
             return [partial(run, given) for given in sets]
+        extras = Extras(sinks)
 
         def with_sinks(given: Operands) -> Gradients:
             sink_gradient(given.dout, given.out, given.lse, extras)  # a training step has it too

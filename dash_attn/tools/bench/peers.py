@@ -96,8 +96,8 @@ def fa4(problem: Problem, device: torch.device, deterministic: bool) -> Backward
     }
     if problem.features.softcap:
         how["softcap"] = problem.features.softcap
-    if (extras := sinks_for(problem, device)) is not None:
-        how["learnable_sink"] = extras.sinks
+    if problem.features.sinks:
+        how["learnable_sink"] = sinks_for(problem, device)
 
     def run(s: Operands) -> tuple[Tensor, ...]:
         return tuple(_flash_attn_bwd(s.q, s.k, s.v, s.out, s.dout, s.lse, **how)[:3])

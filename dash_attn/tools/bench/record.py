@@ -62,14 +62,18 @@ def shape_of(problem: Problem) -> Row:
 
 def continued(earlier: Result, result: Result) -> Row:
     """A result that begins with the rows of an earlier run of the same suite on the same machine and versions."""
-    before, now = earlier["environment"], result["environment"]
     if earlier["suite"] != result["suite"]:
         raise ValueError(f"--add: the file holds suite {earlier['suite']}, this run is suite {result['suite']}")
+    return {**result, "environment": joined(earlier["environment"], result["environment"]), "rows": [*earlier["rows"]]}
+
+
+def joined(before: Row, now: Row) -> Row:
+    """The environment of a file with an earlier run and this one. The machine and the versions must be the same."""
     for name in SAME:
         if before.get(name) != now.get(name):
             raise ValueError(f"--add: {name} was {before.get(name)} in the file and is {now.get(name)} in this run")
     commands = dict.fromkeys([*before["command"].splitlines(), now["command"]])
-    return {**result, "environment": {**before, **now, "command": "\n".join(commands)}, "rows": [*earlier["rows"]]}
+    return {**before, **now, "command": "\n".join(commands)}
 
 
 def put(row: Row, rows: list[Row]) -> None:

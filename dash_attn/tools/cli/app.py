@@ -88,6 +88,14 @@ def wrote(paths: Sequence[Path | None]) -> None:
             typer.echo(f"wrote {path}")
 
 
+def earlier_value(path: Path | None, add: bool) -> dict[str, Any] | None:
+    """What a file holds to which --add adds, or None if there is nothing."""
+    if not add or path is None or not path.is_file():
+        return None
+    with reading([path]):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
 @contextmanager
 def reading(paths: Sequence[Path]) -> Iterator[None]:
     """Around the reading of files: a missing one is a wrong argument, a broken one a FileProblem."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import typer
 from typer import Option
 
 from dash_attn.problem import Problem
-from dash_attn.tools.cli.app import Json, command, emit, reading
+from dash_attn.tools.cli.app import Json, command, earlier_value, emit
 from dash_attn.tools.cli.shapes import ShapeOptions, parse_numbers
 from dash_attn.tools.cli.workload import parse_names
 
@@ -94,12 +93,6 @@ class AuditOptions:
 
         return "cpu" if self.cpu or not torch.cuda.is_available() else "cuda"
 
-    def earlier(self) -> Report | None:
-        if not self.add or self.out is None or not self.out.is_file():
-            return None
-        with reading([self.out]):
-            return dict(json.loads(self.out.read_text(encoding="utf-8")))
-
     def plan(self) -> Plan:
         from dash_attn.tools.bench.audit.audit import Plan
         from dash_attn.tools.bench.audit.invariance import CHANGES
@@ -131,15 +124,11 @@ class AuditOptions:
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
-    """A report that begins with the entries of an earlier one."""
+    """A report with the entries of an earlier one before its own."""
     if earlier is None:
         return report
-    before, now = earlier["environment"], report["environment"]
-    return {
-        "environment": {**now, "command": f"{before['command']}\n{now['command']}"},
-        "entries": [*earlier["entries"], *report["entries"]],
-        **{name: earlier[name] and report[name] for name in ("complete", "ok")},
-    }
+    both = {name: earlier[name] and report[name] for name in ("complete", "ok")}
+    return report | both | {"entries": [*earlier["entries"], *report["entries"]]}
 
 
 @command("audit")
@@ -170,20 +159,21 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
             raise ValueError(f"--target {target}: --ranks compares ours and ours:POLICY only")
     targets += (CONTROL,) if options.invariance else ()
     chosen = subjects(options, shape)
-    environment = {"environment": record.environment(torch.device(plan.device))}
-    earlier = options.earlier()
+    environment = record.environment(torch.device(plan.device))
+    earlier = earlier_value(options.out, options.add)
+    together = environment if earlier is None else record.joined(earlier["environment"], environment)
 
     def keep(report: Report) -> None:
         if options.out is not None:
-            record.write_json(continued(earlier, environment | report), options.out)
+            record.write_json({"environment": together} | continued(earlier, report), options.out)
 
     with _sigterm_as_ctrl_c():
         if options.minutes is None:
             report = audit(chosen, targets, plan, keep)
         else:
             report = audit_for(options.minutes, chosen, targets, plan, keep)
-    report = environment | report
     keep(report)
+    report = {"environment": environment} | report
     if as_json:
         emit(report)
     else:

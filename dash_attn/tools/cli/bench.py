@@ -13,7 +13,7 @@ from typer import Option
 
 from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.tools.cli.app import Json, command, emit, reading, wrote
+from dash_attn.tools.cli.app import Json, command, earlier_value, emit, wrote
 from dash_attn.tools.cli.shapes import ShapeOptions
 from dash_attn.tools.cli.workload import ORDERS, parse_names
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from dash_attn.tools.bench.cases import BenchCase, Model
     from dash_attn.tools.bench.measure import Settings
-    from dash_attn.tools.bench.report import Result
     from dash_attn.tools.bench.suites import Suite
 
 SUITE_NAMES = "grid, grid_close, grid_ours, models, price, length, few, packed, padded, block, deviation, step, host"
@@ -99,12 +98,6 @@ class ResultOptions:
         kind = re.sub(r"[^a-z0-9]+", "_", kind.lower().removeprefix("nvidia").strip())
         return (self.out or Path("benchmarks/results")) / f"{name}_{kind}.json"
 
-    def earlier(self, path: Path | None) -> Result | None:
-        if not self.add or path is None or not path.is_file():
-            return None
-        with reading([path]):
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-
 
 @command("bench")
 def bench(
@@ -128,7 +121,7 @@ def bench(
         chosen, settings = cases_of(suite, shape, name), settings_of(suite, effort, SUITES[name], device)
         path = result.path(suite, name, device)
         models = (tiny_block(),) if suite.cpu else cases.MODELS
-        results.append(run_suite(name, chosen, settings, path, models, result.earlier(path)))
+        results.append(run_suite(name, chosen, settings, path, models, earlier_value(path, result.add)))
         if not as_json:
             typer.echo(shown(results[-1]) + "\n")
             wrote([path])

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -214,7 +215,7 @@ def test_a_saved_step_may_leave_out_the_forward_and_pack_sequences(tmp_path: Pat
     assert not differences(grads, dash_attn.backward(*step.operands, **step.keywords))
 
 
-def test_a_drawn_pack(in_process: None, tmp_path: Path) -> None:
+def test_a_drawn_pack(in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence has the gradients that it has alone."""
     step = made(Problem(1, 2, 1, 60, 60, 16, "float32", mask=CAUSAL), CPU, seed=3, pack=(20, 40))
     dout, q, k, v, out, lse = step.operands
@@ -229,6 +230,7 @@ def test_a_drawn_pack(in_process: None, tmp_path: Path) -> None:
     entries = json.loads(report.read_text())["entries"]
     assert {e["case"] for e in entries} == {f"pack of 3, 1x61 2/1 heads d32 {mask}" for mask in ("full", "causal")}
     assert all(e["runs"] == 2 and e["status"] == "same bits" for e in entries)
+    monkeypatch.setattr(sys, "argv", ["dash-attn", "audit", "--mask", "full", "--add"])  # recorded as the command
     assert main([*told, "--mask", "full", "--add"]) == 0
     longer = json.loads(report.read_text())
     assert longer["entries"][: len(entries)] == entries and len(longer["entries"]) == len(entries) * 3 // 2
