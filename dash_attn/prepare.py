@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Backend, Backward, Extras, Forward, Gradients, Held, Operands, Options, backend_for
+from dash_attn.backends.sinks import write_sink_gradient
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
 from dash_attn.problem import Panel, Problem
@@ -79,7 +80,7 @@ class Prepared:
             return self.run_forward(q, k, v, extras)
 
     def backward(self, operands: Operands, into: Gradients | None = None, extras: Extras | None = None) -> Gradients:
-        """The gradients, written to `into` if given. Shapes are as in `forward`."""
+        """The gradients, written to `into` if given. Shapes are as in `forward`. `extras.dsinks` is written too."""
         if operands.q.dim() == 3 and not self._takes_rows:
             into = Gradients.room(operands) if into is None else into
             if extras is not None and extras.dlse is not None:
@@ -94,6 +95,7 @@ class Prepared:
             into = Gradients.room(operands) if into is None else into
             for grad in into:
                 grad.zero_()
+            write_sink_gradient(operands, extras)
             return into
         if self._is_unordered and torch.are_deterministic_algorithms_enabled():
             _alert()

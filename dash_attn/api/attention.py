@@ -23,7 +23,6 @@ from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras, Operands, Options
-from dash_attn.backends.sinks import sink_gradient
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 from dash_attn.program import Program
@@ -91,10 +90,11 @@ class FeaturedAttention(torch.autograd.Function):
 
 def _gradients(ctx: Any, operands: Operands, extras: Extras | None) -> tuple[Tensor, ...]:
     """Gradients of q, k and v, and of the sinks if they need one."""
-    grads: tuple[Tensor, ...] = ctx.prepared.backward(operands, None, extras)
-    if extras is None or not ctx.needs_input_grad[4]:
+    if extras is None or extras.sinks is None or not ctx.needs_input_grad[4]:
+        grads: tuple[Tensor, ...] = ctx.prepared.backward(operands, None, extras)
         return grads
-    return (*grads, sink_gradient(operands.dout, operands.out, operands.lse, extras))
+    dsinks = torch.empty_like(extras.sinks, memory_format=torch.contiguous_format)
+    return (*ctx.prepared.backward(operands, None, extras._replace(dsinks=dsinks)), dsinks)
 
 
 # Function.apply itself first handles the transforms of torch.func, which do not come here.
@@ -146,8 +146,6 @@ class TracedAttention(torch.autograd.Function):
         needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
             grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, *posed[:-1], *order, *around)
-            if needs[3]:
-                grads = (*grads, ops.sink_gradient(dout, out, lse, sinks, given))
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads[:3], needs, strict=False))

@@ -19,7 +19,6 @@ from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Extras, Gradients, Operands, Options
-from dash_attn.backends.sinks import sink_gradient
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
 from dash_attn.program import Program
@@ -109,9 +108,10 @@ def backward(
         if extras is None or extras.sinks is None:
             raise ValueError("dsinks was given without sinks: give the sinks of the forward")
         check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
+        extras = extras._replace(dsinks=torch.empty_like(dsinks, memory_format=torch.contiguous_format))
     models = zip(given, (q, k, v), strict=True)
     into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
     grads = prepared.backward(operands, Gradients(*into), extras)
-    if dsinks is not None and extras is not None:
-        dsinks.copy_(sink_gradient(dout, out, lse, extras))
+    if dsinks is not None and extras is not None and extras.dsinks is not None:
+        dsinks.copy_(extras.dsinks)
     return grads

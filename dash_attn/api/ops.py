@@ -7,7 +7,7 @@ heads, dim). Packed sequences are (1, tokens, heads, dim) with cu_seqlens. The o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from dash_attn.backends import Extras, Operands, Options
 from dash_attn.backends.sinks import sink_gradient as summed
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Documents, Features, Mask, RowIntervals, TileMask
+
+SINKS = 18  # the place of `sinks` among the arguments of the backward
 
 
 class Posed(NamedTuple):
@@ -116,14 +118,18 @@ def backward(
     softcap: float = 0.0,
     dropout: float = 0.0,
     dlse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of the sinks. Without sinks the last one is empty."""
     posed, order = (
         Posed(left, right, list(documents), tiles, scale, rows),
         Order(policy, deterministic, sm_margin, panels),
     )
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
     prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order, features)
-    return prepared.backward(Operands(dout, q, k, v, out, lse), None, _extras(sinks, seed, dlse))
+    extras, dsinks = _extras(sinks, seed, dlse), _sink_room(q, sinks)
+    if sinks is not None and extras is not None:
+        extras = extras._replace(dsinks=dsinks)
+    return (*prepared.backward(Operands(dout, q, k, v, out, lse), None, extras), dsinks)
 
 
 @torch.library.custom_op("dash_attn::sink_gradient", mutates_args=())
@@ -138,13 +144,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor
 
 
 @backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(*given: Any, sinks: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _dout, q, k, v = given[:4]
+    sinks = given[SINKS] if len(given) > SINKS else sinks
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _sink_room(q, sinks)
 
 
 @sink_gradient.register_fake
 def _(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
     return sinks.new_empty(sinks.shape)
+
+
+def _sink_room(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0 if sinks is None else sinks.shape, dtype=torch.float32)
 
 
 def _extras(sinks: Tensor | None, seed: Tensor | None, dlse: Tensor | None) -> Extras | None:

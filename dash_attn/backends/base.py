@@ -33,12 +33,15 @@ class Extras(NamedTuple):
     seed   of dropout: int64 without dimensions, or one for each sequence; dropout.seeds_of gives those of sequences
     dlse   the gradient of lse, float32 in its shape, or None for zeros. Only the backward takes it
     head   the number of the first q head, for dropout: other ranks may have the heads before it
+    dsinks room for the gradient of the sinks, float32 (heads of q), contiguous, or None if it is not wanted. The
+           backward writes it
     """
 
     sinks: Tensor | None = None
     seed: Tensor | None = None
     dlse: Tensor | None = None
     head: int = 0
+    dsinks: Tensor | None = None
 
 
 class Gradients(NamedTuple):

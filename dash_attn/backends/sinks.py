@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Extras
+from dash_attn.backends.base import Extras, Operands
 from dash_attn.backends.cpu.threads import run_jobs
 
 
@@ -22,6 +22,12 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> Ten
     results: list[Tensor] = []
     run_jobs([lambda: results.append(_summed(dout, out, lse, extras))], threads=1)
     return results[0].clone()  # a thread of run_jobs makes tensors of inference mode
+
+
+def write_sink_gradient(operands: Operands, extras: Extras | None) -> None:
+    """Fill `extras.dsinks`, if a call has it."""
+    if extras is not None and extras.dsinks is not None:
+        extras.dsinks.copy_(sink_gradient(operands.dout, operands.out, operands.lse, extras))
 
 
 def _summed(dout: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> Tensor:

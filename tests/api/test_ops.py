@@ -84,7 +84,8 @@ def test_names_and_schemas_are_stable() -> None:
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         f"dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {cu}, {posed}, "
-        f"str policy, bool? deterministic, SymInt sm_margin, {last}, Tensor? dlse=None) -> (Tensor, Tensor, Tensor)"
+        f"str policy, bool? deterministic, SymInt sm_margin, {last}, Tensor? dlse=None) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
     )
     assert str(torch.ops.dash_attn.sink_gradient.default._schema) == (
         "dash_attn::sink_gradient(Tensor dout, Tensor out, Tensor lse, Tensor sinks, Tensor? dlse) -> Tensor"

@@ -18,6 +18,7 @@ from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import run_jobs, run_threads, without_grad
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import FeaturedWorker, Job, Scratch, Worker
+from dash_attn.backends.sinks import write_sink_gradient
 from dash_attn.pack import Planned
 from dash_attn.plan import Plan, placement
 
@@ -60,6 +61,7 @@ def backward(
     """Write dQ, dK and dV. Each worker of the placement is one thread."""
     into = Gradients.room(operands) if into is None else into
     replay(plan, config, operands, into, Softmax.of(plan.problem, extras))
+    write_sink_gradient(operands, extras)
     return into
 
 

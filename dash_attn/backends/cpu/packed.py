@@ -17,6 +17,7 @@ from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
 from dash_attn.backends.cpu.forward import fill
 from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
+from dash_attn.backends.sinks import write_sink_gradient
 from dash_attn.pack import Pack
 from dash_attn.problem import Panel
 
@@ -57,6 +58,7 @@ def backward_pack(
             fold((run.key_sums(panel, into.dq) for panel in reversed(panels)), grads, config.thread_count())
         else:
             run.panel(panels[0], Gradients(rows.of_q(into.dq), *grads))
+    write_sink_gradient(operands, extras)
     return into
 
 

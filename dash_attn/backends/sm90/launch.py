@@ -34,7 +34,7 @@ class Launch:
     """dQ, dK, dV of softmax(scale Q K^T + mask) V.
 
     For a small problem the host takes longer than the GPU, so a call does as little as possible. A build with softcap
-    gets its number. Sinks change nothing here: lse includes them.
+    gets its number. Sinks change nothing in the main kernel: lse includes them.
     """
 
     def __init__(
@@ -59,6 +59,11 @@ class Launch:
         """In place of `prepare` if there is a gradient of lse."""
         return side_kernel("prepare_dlse", shared(self.cfg))
 
+    @cached_property
+    def sink_sums(self) -> Kernel:
+        """After `prepare`, if the gradient of the sinks is wanted."""
+        return side_kernel("sink_sums", shared(self.cfg))
+
     def __call__(
         self,
         operands: Operands,
@@ -77,20 +82,19 @@ class Launch:
             dq, dk, dv = into
             strides += (dq.stride(), dk.stride(), dv.stride())
             starts |= dq.data_ptr() | dk.data_ptr() | dv.data_ptr()
-        dlse = None if extras is None else dlse_of(extras)
         make = self._makers.get(strides)
         if make is None or starts % 16 or not lse.is_contiguous():
-            return self._copied(operands, into, dlse, workspace, buffers)
+            return self._copied(operands, into, extras, workspace, buffers)
         if into is None:
             into = Gradients(make(q), make(k), make(v))
-        self._launch(operands, into, dlse, workspace, buffers)
+        self._launch(operands, into, extras, workspace, buffers)
         return into
 
     def _copied(
         self,
         operands: Operands,
         into: Gradients | None,
-        dlse: Tensor | None,
+        extras: Extras | None,
         workspace: Workspace | None,
         buffers: Buffers | None,
     ) -> Gradients:
@@ -101,7 +105,7 @@ class Launch:
             self._makers[strides] = maker(q, k, v)
         inputs = Operands(aligned(dout), aligned(q), aligned(k), aligned(v), aligned(out), lse.contiguous())
         grads = Gradients.room(inputs) if into is None else Gradients(*map(aligned, into))
-        self._launch(inputs, grads, dlse, workspace, buffers)
+        self._launch(inputs, grads, extras, workspace, buffers)
         if into is None:
             return grads
         for given, grad in zip(into, grads, strict=True):
@@ -113,7 +117,7 @@ class Launch:
         self,
         operands: Operands,
         into: Gradients,
-        dlse: Tensor | None,
+        extras: Extras | None,
         workspace: Workspace | None,
         buffers: Buffers | None,
     ) -> None:
@@ -131,10 +135,14 @@ class Launch:
             room = self._workspace.room(workspace, k)
         if self.clears:
             clear(self.cfg, self.tables, into, room)
-        if dlse is None:
-            self.prepare((dout, out, lse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
+        extra = (*room.sums[:1], *self.tables.q_tiles)
+        if extras is None or extras.dlse is None:
+            self.prepare((dout, out, lse), room.stats, extra)
         else:
-            self.prepare_dlse((dout, out, lse, dlse), room.stats, (*room.sums[:1], *self.tables.q_tiles))
+            self.prepare_dlse((dout, out, lse, extras.dlse.contiguous()), room.stats, extra)
+        if extras is not None and extras.dsinks is not None:
+            assert extras.sinks is not None
+            self.sink_sums(room.stats, extras.sinks.contiguous(), extras.dsinks)
         stats, facts = room.all, self.facts
         if buffers is not None:
             stats, facts = (*room.ws, *room.sums, *buffers.tensors), (*facts, *buffers.addresses)
@@ -143,11 +151,6 @@ class Launch:
             self.finish(room.ws.dq_sum, dq, self.tables.q_tiles, self.scale)
         if self.finish_kv is not None:
             self.finish_kv(room.sums[1], (dv, dk), self.tables.kv_tiles, self.scale)
-
-
-def dlse_of(extras: Extras) -> Tensor | None:
-    """The gradient of lse in the layout that kernels read."""
-    return None if extras.dlse is None else extras.dlse.contiguous()
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, room: Room) -> None:

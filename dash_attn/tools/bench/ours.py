@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from dash_attn.backends import Backend, Extras, Gradients, Operands, Options
+from dash_attn.backends import Backend, Extras, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.backends.sinks import sink_gradient
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.backends.sm90.config import DTYPE_OF
 from dash_attn.order import POLICIES, applicable, parse, resolve
@@ -55,13 +54,8 @@ class Way:
         run, sinks = self.prepared(problem, device).backward, sinks_for(problem, device)
         if sinks is None:
             return [partial(run, given) for given in sets]
-        extras = Extras(sinks)
-
-        def with_sinks(given: Operands) -> Gradients:
-            sink_gradient(given.dout, given.out, given.lse, extras)  # a training step has it too
-            return run(given, None, extras)
-
-        return [partial(with_sinks, given) for given in sets]
+        extras = Extras(sinks, dsinks=torch.empty_like(sinks))  # a training step has the gradient of the sinks too
+        return [partial(run, given, None, extras) for given in sets]
 
     def variant(self) -> Variant:
         return Variant(self.name, self.ordered, self.calls)

@@ -45,6 +45,7 @@ SIDE = [f"{kind},{dim},bf16,full,1,0" for kind in ("prepare", "finish") for dim 
 SIDE += [f"{kind},{dim},bf16,full,1,0,packed" for kind in ("prepare", "finish") for dim in (64, 80, 128)]
 SIDE += [f"{kind},{dim},bf16,full,1,0,{how}" for kind in ("prepare", "finish_kv") for dim in (64, 80) for how in CUT]
 SIDE += ["prepare_dlse,80,fp16,full,1,0", "prepare_dlse,64,bf16,full,1,0,packed,cut"]
+SIDE += ["sink_sums,64,bf16,full,1,0", "sink_sums,128,bf16,full,1,0,packed,cut"]
 SIDE += [f"spread,{dim},{dtype},full,1,0,packed" for dim, dtype in ((8, "bf16"), (80, "fp16"), (128, "bf16"))]
 SIDE += [f"fold_kv,{dim},{dtype},full,1,0,packed,cut" for dim, dtype in ((64, "bf16"), (80, "fp16"), (128, "bf16"))]
 

@@ -68,6 +68,7 @@ class Given:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.prepared: list[tuple[Tensor, ...]] = []
+        self.others: tuple[Any, ...] = ()  # later arguments of the last one
         self.facts: list[tuple[Any, ...]] = []
         monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
         monkeypatch.setattr(launch, "kernels", lambda *_: (self.prepare("plain"), self.main, None, lambda *_: None))
@@ -76,9 +77,10 @@ class Given:
             monkeypatch.setattr(module, "converted", lambda tensors: tensors)
 
     def prepare(self, name: str) -> Any:
-        def noted(tensors: tuple[Tensor, ...], *_: object) -> None:
+        def noted(tensors: tuple[Tensor, ...], *others: Any) -> None:
             self.names.append(name)
             self.prepared.append(tensors)
+            self.others = others
 
         return noted
 
@@ -120,6 +122,19 @@ def test_a_gradient_of_lse_goes_to_the_first_kernel(mask: Mask, given: Given) ->
         assert lse.shape == passed.shape
         rows = gradient.transpose(0, 1).flatten(1) if problem.is_packed else gradient
         assert torch.equal(passed, rows)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, PACK], ids=str)
+def test_the_sums_of_sinks_follow_the_first_kernel(mask: Mask, given: Given) -> None:
+    """They read what it has written, before anything else may write to that memory."""
+    problem = Problem(2, 4, 2, 300, 300, 64, mask=mask, features=Features(sinks=True))
+    run, sinks, dsinks = made(problem), torch.zeros(8)[::2], torch.zeros(4)
+    run(operands(problem), None, Extras(sinks, dsinks=dsinks))
+    assert given.names[-2:] == ["plain", f"sink_sums {problem.is_packed}"]
+    passed, room = given.others
+    assert passed.is_contiguous() and torch.equal(passed, sinks) and room is dsinks
+    run(operands(problem), None, Extras(sinks))
+    assert given.names[-1] == "plain", "no gradient is wanted"
 
 
 def test_rows_of_a_pack_take_a_gradient_of_lse(given: Given) -> None:

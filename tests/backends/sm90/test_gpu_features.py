@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dash_attn import attention
 from dash_attn.backends import Gradients, Operands
 from dash_attn.backends.base import Extras
+from dash_attn.backends.sinks import sink_gradient
 from dash_attn.backends.sm90.config import FINISHES
 from dash_attn.backends.sm90.forwards import VARIABLE, FlashAttention4, LibraryForward
 from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, intervals_by_row, window
-from dash_attn.tools.bench.operands import draw
+from dash_attn.tools.bench.operands import draw, exact
 from tests.backends.sm90 import featured
 from tests.backends.sm90.cases import DEVICE, Case, check_replays, errors, prepared, room, same, sms
 
@@ -172,6 +174,42 @@ def test_sinks_in_both_directions(dim: int, mask: Mask, provider: str, monkeypat
         operands = Operands(dout, *qkv, out, lse.contiguous())
         grads = run(problem, operands)
         assert worst(problem, operands, extras, grads) < TOLERANCE
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, documents([0, 200, 473, 700], causal=True)], ids=str)
+@pytest.mark.parametrize("dim", [40, 64, 128])
+def test_the_gradient_of_sinks(dim: int, mask: Mask, with_dlse: bool) -> None:
+    """Against float64; the same bits at every run, in poisoned memory, and with either way of finishing dQ."""
+    problem = Problem(3, 4, 2, 700, 600 if mask is CAUSAL else 700, dim, mask=mask, features=SINKS)
+    operands, extras = made(problem)
+    extras = extras if with_dlse else extras._replace(dlse=None)
+    assert extras.sinks is not None
+    want = exact(problem, *operands[:4], extras=extras).dsinks
+    assert want is not None
+    sums = []
+    for number in range(20):
+        dsinks = torch.full_like(extras.sinks, float("nan"))
+        ready = prepared(problem, finish=FINISHES[number % 2])
+        ready.run_backward(operands, room(operands), extras._replace(dsinks=dsinks))
+        sums.append(dsinks)
+    assert all(torch.equal(each, sums[0]) for each in sums)
+    torch.testing.assert_close(sums[0].double(), want, rtol=5e-3, atol=5e-3 * float(want.abs().max()))
+    by_torch = sink_gradient(operands.dout, operands.out, operands.lse, extras)
+    torch.testing.assert_close(sums[0], by_torch, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_the_gradient_of_sinks_under_autograd() -> None:
+    problem = Problem(1, 64, 8, 2048, 2048, 64, mask=CAUSAL, features=SINKS)
+    dout, *qkv = draw(problem, DEVICE)
+    sinks = torch.linspace(-3, 3, 64, device=DEVICE).bfloat16().requires_grad_()
+    leaves = [x.requires_grad_() for x in qkv]
+    first, second = (
+        torch.autograd.grad(attention(*leaves, causal=True, sinks=sinks), [*leaves, sinks], dout) for _ in range(2)
+    )
+    want = exact(problem, dout, *(x.detach() for x in qkv), extras=Extras(sinks.detach().float())).dsinks
+    assert want is not None and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    torch.testing.assert_close(first[3].double(), want, rtol=2e-2, atol=1e-2 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, documents([0, 200, 473, 700], causal=True)], ids=str)

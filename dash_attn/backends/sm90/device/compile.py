@@ -135,6 +135,15 @@ def _prepare(cfg: KernelConfig, with_dlse: bool, options: str):
     return cute.compile(Prepare(cfg, with_dlse), inputs, stats, extra, stream(), options=f"{OPTIONS} {options}")
 
 
+def compile_sink_sums(cfg: KernelConfig, options: str = ""):
+    from .sink_sums import SinkSums
+
+    hq, planes, n_q, padded = symbols(4)
+    sinks, dsinks = (rows_of(Float32, (hq,), 4) for _ in range(2))
+    stats = stats_of(cfg, planes, n_q, padded)
+    return cute.compile(SinkSums(cfg), stats, sinks, dsinks, stream(), options=f"{OPTIONS} {options}")
+
+
 def compile_finish(cfg: KernelConfig, options: str = ""):
     from .finish import Finish
 
@@ -174,6 +183,7 @@ COMPILERS = {
     "main": compile_main,
     "prepare": compile_prepare,
     "prepare_dlse": compile_prepare_dlse,
+    "sink_sums": compile_sink_sums,
     "finish": compile_finish,
     "finish_kv": compile_finish_kv,
     "fold_kv": compile_fold_kv,
