@@ -49,13 +49,23 @@ def enqueue(order: Order) -> Queue:
         chains = np.concatenate([_in_turn(order, part) for part in _tiny_parts(order.tiling, blocks)])
         return Queue(chains, np.arange(len(chains) + 1), rule.place)
     queue, sizes = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    share = order.tiling.problem.group // order.tiling.heads
     for block in blocks:
+        block = _apart(block, share)
         rounds = [bundles for bundles in order.rounds[order.template_of[block[0]]] if bundles]
         for part in _few_heads(block, rounds) if rule.few_heads else [block]:
             parts, lengths = _round_by_round(part * order.tiling.num_kv, rounds)
             queue += parts
             sizes += lengths
     return Queue(np.concatenate(queue), np.cumsum(np.concatenate(sizes)), rule.place)
+
+
+def _apart(panels: Ints, share: int) -> Ints:
+    """The first of each `share` panels that add to the same dK and dV, then the second ones, and so on.
+
+    Neighbours in the queue run at the same time, and would wait for each other's turns.
+    """
+    return panels[np.argsort(panels % share, kind="stable")]
 
 
 def _round_by_round(first_chain: Ints, rounds: Rounds) -> tuple[list[Ints], list[Ints]]:

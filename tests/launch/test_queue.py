@@ -46,6 +46,15 @@ def test_queue_holds_the_bundles_of_the_order(data: st.DataObject) -> None:
         assert at == len(mine)
 
 
+@pytest.mark.parametrize("policy", ["symmetric_shift:64@head", "spt@head", "fa3@head"])
+def test_q_heads_of_a_group_are_far_apart(policy: str) -> None:
+    """They add to the same dK and dV. The first q heads of all groups come before the second ones."""
+    tiling = square(8, CAUSAL, group=4, heads_kv=16)
+    queue = enqueue(arrange(tiling, policy))
+    heads = [head for head, _ in groupby((queue.chains // 8 % 4).tolist())]
+    assert heads == [0, 1, 2, 3]
+
+
 @examples(100)
 @given(arbitrary_orders(), st.data())
 def test_the_queue_is_not_in_the_fingerprint(made: tuple[Order, Queue], data: st.DataObject) -> None:
