@@ -1,4 +1,6 @@
-"""The operators dash_attn::forward, ::backward and ::sink_gradient, which torch.compile and checkpointing know by name.
+"""The operators dash_attn::forward and ::backward, which torch.compile and checkpointing know by name.
+
+Context parallel calls a third one, ::sink_gradient, for the rows of a rank.
 
 An operator takes tensors and plain values. It reads the values of cu_seqlens at run time. Tensors are (batch, seqlen,
 heads, dim). Packed sequences are (1, tokens, heads, dim) with cu_seqlens. The operators themselves have no gradient.

@@ -105,6 +105,10 @@ def models() -> list[BenchCase]:
         "Gemma2-27B 1x8192": Problem(1, 32, 16, 8192, 8192, 128, mask=CAUSAL, features=Features(softcap=50.0)),
         "GPT-OSS-20B 1x8192": Problem(1, 64, 8, 8192, 8192, 64, mask=CAUSAL, features=Features(sinks=True)),
     }
+    capped, sunk = Features(softcap=50.0), Features(sinks=True)
+    for mask in (CAUSAL, FULL):  # at shapes of the paper's grid
+        others[f"softcap d128 {mask} 4x4096"] = Problem(4, 16, 16, 4096, 4096, 128, mask=mask, features=capped)
+        others[f"sinks d64 {mask} 4x4096"] = Problem(4, 32, 32, 4096, 4096, 64, mask=mask, features=sunk)
     named = [case for model in MODELS if model.name != "Mixtral-8x7B" for case in model.cases()]
     return [*named, *(BenchCase(*each) for each in others.items())]
 
