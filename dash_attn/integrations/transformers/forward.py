@@ -61,7 +61,7 @@ def attention_forward(
     attribute, and `sliding_window` say what a query sees. Documents are told apart by `cu_seq_lens_q` and
     `cu_seq_lens_k`, else by the mask and by `position_ids` that start again inside a row. `s_aux` are the sinks of the
     heads. In training, dropout draws one seed from torch's default generator at each call. `deterministic` is as for
-    dash_attn.attention, except that a False does not undo torch's flag: some models pass it without having been asked.
+    dash_attn.attention, except that a False does not undo torch's flag, and a False from a config asks for nothing.
     """
     dropout = dropout if module.training else 0.0
     _check(module, query, value, dropout, kwargs)
@@ -83,7 +83,7 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
-        "deterministic": True if torch.are_deterministic_algorithms_enabled() else kwargs.get("deterministic"),
+        "deterministic": _deterministic(module, kwargs.get("deterministic")),
         "softcap": softcap or 0.0,
         "sinks": kwargs.get("s_aux"),
         "dropout": dropout,
@@ -119,6 +119,13 @@ def attention_forward(
         everything = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:])
         out = everything.index_copy(0, packed.queries, out)
     return out.view(*q.shape[:3], v.shape[3]), None
+
+
+def _deterministic(module: nn.Module, given: bool | None) -> bool | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return True
+    # ModernBERT has the field deterministic_flash_attn, False by default, and gives it to every attention.
+    return None if given is False and hasattr(module, "deterministic_flash_attn") else given
 
 
 def _by_rows(mask: ModelMask, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
