@@ -21,11 +21,12 @@ from dash_attn.tools.bench.audit.attempts import KINDS
 from dash_attn.tools.bench.audit.compare import differences, merge
 from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
 from dash_attn.tools.bench.audit.ranks import compare_ranks
-from dash_attn.tools.bench.audit.stressors import plain, stressors_on
+from dash_attn.tools.bench.audit.stressors import CALLS, plain, stressors_on
 from dash_attn.tools.bench.audit.targets import Conditions, target_of
 from dash_attn.tools.bench.audit.whole import Bits, whole_of
 from dash_attn.tools.bench.variants import reason
 
+SILENCE = 0.1  # seconds between two words about repeats
 MARK = "@audit "  # other lines on standard output are not for the parent
 
 
@@ -53,11 +54,14 @@ def run(job: dict[str, Any]) -> None:
         say(at=name)
         result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
         runs = stressors_on(device.type).get(name, plain)  # of the others only where they run is different
+        calls, said = CALLS.get(name, 1), 0.0
         for number, got in enumerate(runs(target, job["repeats"]), 1):
             apart = differences(got, first)
-            result["runs"], result["differing"] = number, result["differing"] + bool(apart)
+            result["runs"], result["differing"] = number * calls, result["differing"] + bool(apart)
             merge(result["tensors"], apart)
-            say(at=name, repeat=number)
+            if time.monotonic() - said > SILENCE:
+                said = time.monotonic()
+                say(at=name, repeat=number)
         say(result=result)
     say(done=True)
 

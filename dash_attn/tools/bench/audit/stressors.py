@@ -8,9 +8,11 @@ from itertools import cycle, islice
 
 import torch
 
+from dash_attn.tools.bench.audit.compare import bits
 from dash_attn.tools.bench.audit.targets import Conditions, Gradients, Target
 
 Stressor = Callable[[Target, int], Iterator[Gradients]]
+BURST = 64  # calls of a burst
 MARGINS, THREADS, WORKERS = (4, 16, 1), (1, 3, 2, 5), (3, 8, 1, 5)
 
 
@@ -46,13 +48,7 @@ def stream(target: Target, repeats: int) -> Iterator[Gradients]:
 
 def graph(target: Target, repeats: int) -> Iterator[Gradients]:
     """Captured once in a CUDA graph and replayed; results are poisoned before each replay."""
-    side = _stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            target(Conditions())
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+    _warm_up(target)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         gradients = target(Conditions())
@@ -61,6 +57,23 @@ def graph(target: Target, repeats: int) -> Iterator[Gradients]:
             x.fill_(float("nan"))
         captured.replay()
         yield _waited(gradients)
+
+
+def burst(target: Target, repeats: int) -> Iterator[Gradients]:
+    """BURST calls in one CUDA graph, which compares them too: nothing of the host comes between them. Results are
+    poisoned as soon as they are compared. Yields the first result, with each element that ever differed replaced."""
+    _warm_up(target)
+    first = tuple(x.clone() for x in target(Conditions()))
+    kept = tuple(x.clone() for x in first)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(BURST):
+            for got, want, differing in zip(target(Conditions()), first, kept, strict=True):
+                torch.where(bits(got) != bits(want), bits(got), bits(differing), out=bits(differing))
+                got.fill_(float("nan"))
+    for _ in range(repeats):
+        captured.replay()
+        yield _waited(kept)
 
 
 def poison(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -102,7 +115,8 @@ def jitter(target: Target, repeats: int) -> Iterator[Gradients]:
 
 
 PROCESSES = "processes"  # the same in processes of their own: started by the parent
-ON_GPU: dict[str, Stressor] = {f.__name__: f for f in (plain, load, stream, graph, poison, margin)}
+ON_GPU: dict[str, Stressor] = {f.__name__: f for f in (plain, load, stream, graph, burst, poison, margin)}
+CALLS = {"burst": BURST}  # calls of one repeat, where there are several
 ON_CPU: dict[str, Stressor] = {f.__name__: f for f in (plain, threads, workers, jitter)}
 NEED_CONDITIONS = ("margin", "threads", "workers", "jitter", "panels")
 
@@ -113,6 +127,17 @@ def stressors_on(device: str) -> dict[str, Stressor]:
 
 def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _warm_up(target: Target) -> None:
+    """Calls on a side stream, as before every capture of a graph."""
+    side = _stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            target(Conditions())
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
 
 
 def _waited(gradients: Gradients) -> Gradients:
