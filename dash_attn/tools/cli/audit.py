@@ -124,11 +124,13 @@ class AuditOptions:
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
-    """A report with the entries of an earlier one before its own."""
+    """A report with the entries of an earlier one before its own, and the counts of both."""
+    from dash_attn.tools.bench.audit.audit import reported
+
     if earlier is None:
         return report
-    both = {name: earlier[name] and report[name] for name in ("complete", "ok")}
-    return report | both | {"entries": [*earlier["entries"], *report["entries"]]}
+    entries, complete = [*earlier["entries"], *report["entries"]], earlier["complete"] and report["complete"]
+    return report | reported(entries, complete, report["counts"]["rounds"])
 
 
 @command("audit")

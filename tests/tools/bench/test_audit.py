@@ -235,6 +235,7 @@ def test_a_drawn_pack(in_process: None, tmp_path: Path, monkeypatch: pytest.Monk
     longer = json.loads(report.read_text())
     assert longer["entries"][: len(entries)] == entries and len(longer["entries"]) == len(entries) * 3 // 2
     assert len(longer["environment"]["command"].splitlines()) == 2 and longer["ok"]
+    assert longer["counts"]["runs"] == sum(entry["runs"] for entry in longer["entries"]) == 12
 
 
 @pytest.mark.parametrize(
