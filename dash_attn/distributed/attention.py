@@ -183,11 +183,6 @@ def terms_of(
         if features.dropout and given.seed is None:
             raise ValueError("dropout needs a seed, the same on every rank: give seed")
         extras = given.extras(q)
-        if v.shape[-1] != q.shape[-1]:
-            raise NotImplementedError(
-                f"v has head dim {v.shape[-1]} and q {q.shape[-1]}, which context parallel needs equal: pad the "
-                "shorter ones with zeros, or use dash_attn.attention in one process"
-            )
         Layout(layout, ranks.size, asked.panels)  # it checks the panels
         ways = _ways(ranks, mode, k.shape[-2])
         posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)

@@ -79,12 +79,14 @@ class Shape(NamedTuple):
     batch: int
     heads: tuple[int, int]
     dim: int
+    dim_v: int
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, ways: int) -> Shape:
-        return Shape(q.shape[0], (q.shape[2] * ways, k.shape[2] * ways), q.shape[3], q.dtype, q.device)
+    def of(q: Tensor, k: Tensor, v: Tensor, ways: int) -> Shape:
+        heads = q.shape[2] * ways, k.shape[2] * ways
+        return Shape(q.shape[0], heads, q.shape[3], v.shape[3], q.dtype, q.device)
 
 
 class Around(NamedTuple):
@@ -110,7 +112,7 @@ class Call:
             return None
         sinks, axis = around.sinks, self.q.axis
         own = None if sinks is None else sinks.view(axis.size, -1)[axis.number]
-        return Extras(own, around.seed, head=axis.number * self.tokens.whole.problem.heads_q)
+        return Extras(sinks=own, seed=around.seed, head=axis.number * self.tokens.whole.problem.heads_q)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
@@ -128,7 +130,7 @@ def forward(
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, 1), rows, around, said)
+    call = agreed(Shape.of(q, k, v, 1), rows, around, said)
     extras = call.extras(around)
     if said.ways == 1:
         return (*call.tokens.forward(q, k, v, extras), [])
@@ -160,7 +162,7 @@ def backward(
     said = Terms.read(terms)
     own_q, own_k = rows
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), around, said)
+    call = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said)
     extras = call.extras(around)
     if said.ways == 1:
         return call.tokens.backward(Operands(dout, q, k, v, out, lse), extras)
@@ -172,13 +174,14 @@ def backward(
 @forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, list[Tensor]]:
     ways = Terms.read(str(others[-1])).ways
-    batch, len_q, heads, dim = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads, len_q), dtype=torch.float32)
+    batch, len_q, heads, _dim = q.shape
+    out = q.new_empty((batch, len_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, len_q), dtype=torch.float32)
     if ways == 1:
         return out, lse, []
     # With torch.compile every rank must have the same number of tokens.
-    q, k, v = (x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, dim)) for x in (q, k, v))
-    return out, lse, [q, k, v, q.new_empty(q.shape), lse.new_empty((batch, heads // ways, len_q * ways))]
+    spread = [x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, x.shape[3])) for x in (q, k, v, out)]
+    return out, lse, [*spread, lse.new_empty((batch, heads // ways, len_q * ways))]
 
 
 @backward.register_fake
@@ -186,7 +189,7 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[T
     terms, (_, own_k) = str(others[-2]), cast(Sequence[int], others[-1])
     ways = Terms.read(terms).ways
     dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
-    return dout.new_empty(dout.shape), dk, dv
+    return dout.new_empty((*dout.shape[:3], q.shape[3])), dk, dv
 
 
 def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) -> Call:
@@ -200,6 +203,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) ->
             "software": backend_for(shape.device).software(),
             "shape of q (batch, heads, dim)": (shape.batch, shape.heads[0], shape.dim),
             "number of heads of k": shape.heads[1],
+            "head dim of v": shape.dim_v,
             "dtype": shape.dtype,
             "cu_seqlens": cu[0],
             "cu_seqlens_k": cu[1],
@@ -218,7 +222,8 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) ->
         rows,
         shape.device,
     )
-    features = Features(terms.softcap, around.sinks is not None, terms.dropout)
+    dim_v = None if shape.dim_v == shape.dim else shape.dim_v
+    features = Features(terms.softcap, around.sinks is not None, terms.dropout, dim_v)
     return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), features, ranks)
 
 

@@ -7,6 +7,7 @@ hold the keys, and are added there in the order of the whole problem. No collect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
 from dash_attn.distributed.layout import Layout
-from dash_attn.distributed.ranks import Arrival, Axis
+from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.prepare import Prepared, prepare_panels
 from dash_attn.problem import Problem
@@ -42,7 +43,7 @@ class Chunk:
         if given is None:
             return None
         sinks = None if given.sinks is None else given.sinks[self.q]
-        return Extras(sinks, given.seed, head=given.head + self.q.start)
+        return Extras(sinks=sinks, seed=given.seed, head=given.head + self.q.start)
 
 
 class Load(NamedTuple):
@@ -61,7 +62,7 @@ def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load
     arrived = min(2, len(chunks)) * layout.ranks * share  # rows; the heads after those in work are under way
     to = [sum(part.count for part in parts) for parts in routes.sent]
     rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
-    width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
+    width, at_once = ((problem.dim + problem.dim_v) * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
     return Load(
         item * width * share * (layout.ranks - 1),
         item * at_once * (arrived + problem.batch * problem.len_k),
@@ -72,7 +73,7 @@ def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load
 
 def chunks_of(problem: Problem) -> list[Chunk]:
     """The kv heads, cut into parts that are gathered one after the other."""
-    bytes_a_head = 2 * problem.batch * problem.len_k * problem.dim * 2
+    bytes_a_head = 2 * problem.batch * problem.len_k * (problem.dim + problem.dim_v)
     count = min(problem.heads_kv, max(1, CHUNK_BYTES // max(1, bytes_a_head)))
     firsts = range(0, problem.heads_kv, count)
     kv = [slice(first, min(first + count, problem.heads_kv)) for first in firsts]
@@ -116,7 +117,7 @@ class Tokens:
         for chunk, keys, values in self._gathered(k, v):
             mine = q[:, :, chunk.q]
             out, lse = self._held(chunk).forward(_joined(mine), keys, values, chunk.extras(extras))
-            outs.append(out.view(mine.shape))
+            outs.append(out.view(*mine.shape[:3], out.shape[3]))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
@@ -133,7 +134,8 @@ class Tokens:
             dqs.append(partials.dq.view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
                 sums.append(pending())
-            pending = self._summed(held, partials.sums, operands.k[:, :, chunk.k])
+            models = KeySums(operands.k[:, :, chunk.k], operands.v[:, :, chunk.k])
+            pending = self._summed(held, partials.sums, models)
         if pending is not None:
             sums.append(pending())
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
@@ -161,24 +163,38 @@ class Tokens:
             keys, values = arrivals.pop(0)()
             yield chunk, keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
 
-    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Arrival:
+    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to gather the keys and values of some heads, in one collective."""
         length = self.whole.problem.len_k
         most = max(self.layout.lengths(length))
-        sent = k.new_empty((2, k.shape[0], most, chunk.heads[1], k.shape[3]))
-        for into, x in zip(sent, (k, v), strict=True):
+        shapes = [(x.shape[0], most, chunk.heads[1], x.shape[3]) for x in (k, v)]
+        sizes = [math.prod(shape) for shape in shapes]
+        sent = k.new_empty(sum(sizes))
+        for flat, shape, x in zip(torch.split(sent, sizes), shapes, (k, v), strict=True):
+            into = flat.view(shape)
             into[:, : x.shape[1]] = x[:, :, chunk.k]
             into[:, x.shape[1] :] = 0
         arrival = self.axis.all_gather(sent)
 
-        def finish() -> Tensor:
-            parts = arrival()
-            return torch.cat([parts[rank, :, :, first:end] for rank, (first, end) in self.layout.pieces(length)], 2)
+        def finish() -> tuple[Tensor, Tensor]:
+            keys, values = (
+                part.unflatten(1, shape) for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
+            )
+            return self._ordered(keys), self._ordered(values)
 
         return finish
 
-    def _summed(self, held: Held, sums: tuple[KeySums, ...], model: Tensor) -> Callable[[], KeySums]:
-        """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys."""
-        routes, width = self.routes, model.shape[2] * model.shape[3]
+    def _ordered(self, parts: Tensor) -> Tensor:
+        """The gathered rows of all ranks in ascending order."""
+        pieces = self.layout.pieces(self.whole.problem.len_k)
+        return torch.cat([parts[rank, :, first:end] for rank, (first, end) in pieces], 1)
+
+    def _summed(self, held: Held, sums: tuple[KeySums, ...], models: KeySums) -> Callable[[], KeySums]:
+        """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys.
+
+        `models` are these keys and values.
+        """
+        routes, widths = self.routes, [x.shape[2] * x.shape[3] for x in models]
         # For each rank first the rows of dK, then those of dV.
         rows = [
             sums[part.panel][which][0, slice(*part.rows)].flatten()
@@ -186,20 +202,23 @@ class Tokens:
             for which in range(2)
             for part in parts
         ]
-        sent = torch.cat(rows) if rows else model.new_empty(0, dtype=torch.float32)
-        sizes = [2 * width * sum(part.count for part in parts) for parts in routes.sent]
-        expected = [2 * width * count for count in routes.received]
-        arrival = self.axis.exchange(sent, sizes, expected)
+        sent = torch.cat(rows) if rows else models.dk.new_empty(0, dtype=torch.float32)
+        sizes = [sum(widths) * sum(part.count for part in parts) for parts in routes.sent]
+        expected = [width * count for count in routes.received for width in widths]
+        arrival = self.axis.exchange(sent, sizes, [sum(widths) * count for count in routes.received])
 
         def finish() -> KeySums:
-            arrived = [part.view(2, 1, -1, *model.shape[2:]) for part in torch.split(arrival(), expected)]
-            into = KeySums(*[torch.zeros_like(model, memory_format=torch.contiguous_format) for _ in range(2)])
-            flat = [x.flatten(0, 1).unsqueeze(0) for x in into]
+            flat = torch.split(arrival(), expected)
+            dks, dvs = (
+                [part.view(1, count, *x.shape[2:]) for part, count in zip(flat[which::2], routes.received, strict=True)]
+                for which, x in enumerate(models)
+            )
+            into = KeySums(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in models])
+            own = [x.flatten(0, 1).unsqueeze(0) for x in into]
             for each in routes.sums:
-                parts = (
-                    KeySums(*arrived[part.source][:, :, part.first : part.first + part.count]) for part in each.parts
-                )
-                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in flat]))
+                places = [(part.source, slice(part.first, part.first + part.count)) for part in each.parts]
+                parts = (KeySums(dks[source][:, rows], dvs[source][:, rows]) for source, rows in places)
+                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in own]))
             return into
 
         return finish
