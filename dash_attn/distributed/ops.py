@@ -106,13 +106,13 @@ class Call:
     k: Heads
     tokens: Tokens
 
-    def extras(self, around: Around) -> Extras | None:
-        """Of the heads that this rank computes."""
-        if around.sinks is around.seed is None:
+    def extras(self, around: Around, dlse: Tensor | None = None) -> Extras | None:
+        """Of the heads that this rank computes. dlse is already that of these heads."""
+        if around.sinks is around.seed is dlse is None:
             return None
         sinks, axis = around.sinks, self.q.axis
         own = None if sinks is None else sinks.view(axis.size, -1)[axis.number]
-        return Extras(sinks=own, seed=around.seed, head=axis.number * self.tokens.whole.problem.heads_q)
+        return Extras(sinks=own, seed=around.seed, dlse=dlse, head=axis.number * self.tokens.whole.problem.heads_q)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
@@ -136,8 +136,8 @@ def forward(
         return (*call.tokens.forward(q, k, v, extras), [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
     out, lse = call.tokens.forward(q, k, v, extras)
-    own_out, own_lse = call.q.collect(out), call.q.collect(lse.transpose(1, 2).unsqueeze(-1))
-    return own_out(), own_lse().squeeze(-1).transpose(1, 2).contiguous(), [q, k, v, out, lse]
+    own_out, own_lse = call.q.collect(out), call.q.collect(_tokens_first(lse))
+    return own_out(), _heads_first(own_lse()), [q, k, v, out, lse]
 
 
 @torch.library.custom_op("dash_attn::context_parallel_backward", mutates_args=())
@@ -154,21 +154,35 @@ def backward(
     seed: Tensor | None,
     terms: str,
     rows: Sequence[int],
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's tokens. `rows` are its numbers of queries and keys.
 
-    If ranks share heads, dout is as the forward gives out, and the other tensors are as `spread` gives them.
+    If ranks share heads, dout and dlse are as the forward gives out and lse, and the other tensors are as `spread`
+    gives them.
     """
     said = Terms.read(terms)
     own_q, own_k = rows
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said)
-    extras = call.extras(around)
+    call = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said, dlse is not None)
     if said.ways == 1:
-        return call.tokens.backward(Operands(dout, q, k, v, out, lse), extras)
-    grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse), extras)
+        return call.tokens.backward(Operands(dout, q, k, v, out, lse), call.extras(around, dlse))
+    arriving = call.q.spread(dout)
+    if dlse is not None:
+        dlse = _heads_first(call.q.spread(_tokens_first(dlse))())
+    grads = call.tokens.backward(Operands(arriving(), q, k, v, out, lse), call.extras(around, dlse))
     dq, dk, dv = call.q.collect(grads.dq), call.k.collect(grads.dk), call.k.collect(grads.dv)
     return Gradients(dq(), dk(), dv())
+
+
+def _tokens_first(lse: Tensor) -> Tensor:
+    """(batch, heads, tokens) as (batch, tokens, heads, 1), which `Heads` takes."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _heads_first(lse: Tensor) -> Tensor:
+    """The way back."""
+    return lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
 @forward.register_fake
@@ -186,14 +200,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor,
 
 @backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-    terms, (_, own_k) = str(others[-2]), cast(Sequence[int], others[-1])
+    terms, (_, own_k) = str(others[6]), cast(Sequence[int], others[7])
     ways = Terms.read(terms).ways
     dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
     return dout.new_empty((*dout.shape[:3], q.shape[3])), dk, dv
 
 
-def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) -> Call:
-    """The call, after all ranks have agreed on it."""
+def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, has_dlse: bool = False) -> Call:
+    """The call, after all ranks have agreed on it. `has_dlse`: it is a backward with a gradient of lse."""
     ranks = Ranks.named(terms.groups)
     cu = tuple(None if x is None else read(x) for x in around[:2])
     posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
@@ -218,6 +232,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) ->
             "deterministic": order.deterministic,
             "panels and layout": (order.panels, terms.layout),
             "number of ranks that share heads (mode)": terms.ways,
+            "gradient of lse": "given" if has_dlse else "not given (add 0 * lse.sum() to the loss)",
         },
         rows,
         shape.device,

@@ -39,11 +39,16 @@ class Chunk:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
 
     def extras(self, given: Extras | None) -> Extras | None:
-        """Of these heads."""
+        """Of these heads, with rows as `Held` takes them."""
         if given is None:
             return None
         sinks = None if given.sinks is None else given.sinks[self.q]
-        return Extras(sinks=sinks, seed=given.seed, head=given.head + self.q.start)
+        dlse = None if given.dlse is None else self.rows_of(given.dlse)
+        return Extras(sinks=sinks, seed=given.seed, dlse=dlse, head=given.head + self.q.start)
+
+    def rows_of(self, lse: Tensor) -> Tensor:
+        """lse of these heads, the sequences of a batch one after the other: (1, heads, rows)."""
+        return lse[:, self.q].transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 class Load(NamedTuple):
@@ -127,9 +132,8 @@ class Tokens:
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
         for chunk, keys, values in self._gathered(operands.k, operands.v):
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
-            lse = operands.lse[:, chunk.q].transpose(0, 1).flatten(1).unsqueeze(0)
             held = self._held(chunk)
-            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), lse)
+            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), chunk.rows_of(operands.lse))
             partials = held.backward(own, chunk.extras(extras))
             dqs.append(partials.dq.view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
@@ -178,7 +182,8 @@ class Tokens:
 
         def finish() -> tuple[Tensor, Tensor]:
             keys, values = (
-                part.unflatten(1, shape) for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
+                part.view(self.axis.size, *shape)
+                for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
             )
             return self._ordered(keys), self._ordered(values)
 
