@@ -103,7 +103,12 @@ class Tokens:
         return self.axis.size == 1 or self.whole.is_empty
 
     def require_panels(self) -> None:
-        """Raise an error if the device cannot compute single panels. It comes on all ranks, before tensors are sent."""
+        """Raise an error if the device cannot compute the problem, or not in single panels.
+
+        The error comes on all ranks, before tensors are sent.
+        """
+        if not self.whole.is_empty:
+            self.whole.backend.tile_shape(self.whole.problem)  # it refuses what the device cannot compute
         if self.is_local:
             return
         try:
