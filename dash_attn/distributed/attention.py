@@ -36,25 +36,33 @@ class ContextParallel(torch.autograd.Function):
         sinks: Tensor | None,
         seed: Tensor | None,
         terms: str,
+        with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, seed, terms)
         own = () if sinks is None else (out, lse)  # of this rank's tokens, with all heads
         ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, seed, *own)
-        ctx.mark_non_differentiable(lse)
-        ctx.terms, ctx.rows = terms, (q.shape[1], k.shape[1])
+        if not with_lse:
+            ctx.mark_non_differentiable(lse)
+        if not torch.compiler.is_compiling():  # which does not know this setting
+            ctx.set_materialize_grads(False)  # otherwise every backward fills a gradient of lse with zeros
+        ctx.terms, ctx.with_lse, ctx.shape, ctx.rows = terms, with_lse, out.shape, (q.shape[1], k.shape[1])
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             raise NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
         q, k, v, out, lse, cu_q, cu_k, sinks, seed, *own = ctx.saved_tensors
-        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, seed, ctx.terms, ctx.rows)
+        if dout is None:  # also without dlse the rank takes part, because others may wait for it
+            dout = out.new_zeros(ctx.shape)
+        if not ctx.with_lse:
+            dlse = None
+        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, seed, ctx.terms, ctx.rows, dlse)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        dsinks = sink_gradient(dout, *own, sinks, None) if own and ctx.needs_input_grad[5] else None
-        return dq, dk, dv, None, None, dsinks, None, None
+        dsinks = sink_gradient(dout, *own, sinks, dlse) if own and ctx.needs_input_grad[5] else None
+        return dq, dk, dv, None, None, dsinks, None, None, None
 
 
 @overload
@@ -134,9 +142,9 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dash_attn.attention` over tokens that lie on several ranks. Each rank gives its tokens, as `shard` cuts them.
 
-    out, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. The number
-    of ranks, the mode and the layout do not change them. All ranks of the group call the function at the same time and
-    with the same arguments. They also run the backward at the same time.
+    out, lse, dq, dk and dv of a token have the bits of `dash_attn.attention(..., panels=panels)` in one process. The
+    number of ranks, the mode and the layout do not change them. All ranks of the group call the function at the same
+    time and with the same arguments. They also run the backward at the same time.
 
     group    a process group, or None for all processes. A DeviceMesh of two dimensions gives heads to the ranks of its
              last dimension and tokens to those of its first one
@@ -153,8 +161,8 @@ def context_parallel_attention(
 
     cu_seqlens has 0 and the ends of the sequences in the whole pack, the same on every rank. The sinks are the same on
     every rank too, and have the gradient that comes from this rank's queries, as any weight. Dropout needs a seed, the
-    same on every rank. The other arguments are as in `dash_attn.attention`, but `policy` is a name. lse has no
-    gradient.
+    same on every rank. With return_lse, lse has a gradient too: the losses of all ranks depend on lse, or those of
+    none. The other arguments are as in `dash_attn.attention`, but `policy` is a name.
     """
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
@@ -166,7 +174,7 @@ def context_parallel_attention(
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     around = (*cu, extras.sinks, extras.seed)
-    out, lse = ContextParallel.apply(q, k, v, *around, terms.text())  # type: ignore[no-untyped-call]
+    out, lse = ContextParallel.apply(q, k, v, *around, terms.text(), return_lse)  # type: ignore[no-untyped-call]
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -183,11 +191,6 @@ def terms_of(
         if features.dropout and given.seed is None:
             raise ValueError("dropout needs a seed, the same on every rank: give seed")
         extras = given.extras(q)
-        if v.shape[-1] != q.shape[-1]:
-            raise NotImplementedError(
-                f"v has head dim {v.shape[-1]} and q {q.shape[-1]}, which context parallel needs equal: pad the "
-                "shorter ones with zeros, or use dash_attn.attention in one process"
-            )
         Layout(layout, ranks.size, asked.panels)  # it checks the panels
         ways = _ways(ranks, mode, k.shape[-2])
         posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)

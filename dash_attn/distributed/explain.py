@@ -13,7 +13,7 @@ from dash_attn.distributed.attention import terms_of
 from dash_attn.distributed.layout import usual_panels
 from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
-from dash_attn.distributed.scale import Cluster, Rank
+from dash_attn.distributed.scale import Cluster, Rank, exchanged
 from dash_attn.problem import Mask
 
 
@@ -25,7 +25,7 @@ class Explanation:
     tokens_over     the number of ranks that share the tokens of one head
     tokens          queries that this rank holds, of all sequences of a batch
     forward_bytes   sent to other ranks in the forward
-    backward_bytes  sent to other ranks in the backward
+    backward_bytes  sent to other ranks in the backward, without a gradient of lse
     gathered_bytes  memory for gathered keys and values, at most
     sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
     predicted_ms    time of forward and backward in the model of `dash-attn simulate --ranks`, for H200 GPUs and bf16
@@ -79,27 +79,25 @@ def explain(
     given = Given(softcap, dropout, sinks, seed)
     terms, extras = terms_of(q, k, v, asked, given, (ranks, mode, layout))
     if q.ndim == 3:
-        q, k = q.unsqueeze(0), k.unsqueeze(0)
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     rows = q.shape[1], k.shape[1]
     call = agreed(
-        Shape.of(q, k, 1), rows, Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed), terms
+        Shape.of(q, k, v, 1), rows, Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed), terms
     )
-    batch, _, heads, dim = q.shape
-    item, heads_kv, tokens = q.element_size(), k.shape[2], call.tokens
-    out_q, out_k = call.q.spread_numbers(batch, heads * dim), call.k.spread_numbers(batch, heads_kv * dim)
-    back_q, back_k = call.q.collect_numbers(batch, heads * dim), call.k.collect_numbers(batch, heads_kv * dim)
+    tokens, problem, ways = call.tokens, call.tokens.whole.problem, call.q.axis.size
+    forward, backward = exchanged(problem, (call.q, call.k), q.shape[0])
     load = tokens.load()
-    spans = Rank(tokens.whole.problem, layout, ranks.size, call.q.axis.size, ranks.number).spans(Cluster())
+    spans = Rank(problem, layout, ranks.size, ways, ranks.number).spans(Cluster())
     seconds = spans.forward + spans.backward
     return Explanation(
         ranks.size,
-        call.q.axis.size,
+        ways,
         tokens.axis.size,
         layout,
         panels,
-        batch * q.shape[1],
-        item * (out_q + 2 * out_k + back_q) + 4 * call.q.collect_numbers(batch, heads) + load.gathered_sent,
-        item * (out_q + back_q + 2 * back_k) + load.gathered_sent + load.sums_sent,
+        q.shape[0] * q.shape[1],
+        forward + load.gathered_sent,
+        backward + load.gathered_sent + load.sums_sent,
         load.gathered,
         load.sums,
         1e3 * seconds,

@@ -79,12 +79,14 @@ class Shape(NamedTuple):
     batch: int
     heads: tuple[int, int]
     dim: int
+    dim_v: int
     dtype: torch.dtype
     device: torch.device
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, ways: int) -> Shape:
-        return Shape(q.shape[0], (q.shape[2] * ways, k.shape[2] * ways), q.shape[3], q.dtype, q.device)
+    def of(q: Tensor, k: Tensor, v: Tensor, ways: int) -> Shape:
+        heads = q.shape[2] * ways, k.shape[2] * ways
+        return Shape(q.shape[0], heads, q.shape[3], v.shape[3], q.dtype, q.device)
 
 
 class Around(NamedTuple):
@@ -104,13 +106,13 @@ class Call:
     k: Heads
     tokens: Tokens
 
-    def extras(self, around: Around) -> Extras | None:
-        """Of the heads that this rank computes."""
-        if around.sinks is around.seed is None:
+    def extras(self, around: Around, dlse: Tensor | None = None) -> Extras | None:
+        """Of the heads that this rank computes. dlse is already that of these heads."""
+        if around.sinks is around.seed is dlse is None:
             return None
         sinks, axis = around.sinks, self.q.axis
         own = None if sinks is None else sinks.view(axis.size, -1)[axis.number]
-        return Extras(own, around.seed, head=axis.number * self.tokens.whole.problem.heads_q)
+        return Extras(sinks=own, seed=around.seed, dlse=dlse, head=axis.number * self.tokens.whole.problem.heads_q)
 
 
 @torch.library.custom_op("dash_attn::context_parallel_forward", mutates_args=())
@@ -128,14 +130,14 @@ def forward(
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, 1), rows, around, said)
+    call = agreed(Shape.of(q, k, v, 1), rows, around, said)
     extras = call.extras(around)
     if said.ways == 1:
         return (*call.tokens.forward(q, k, v, extras), [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
     out, lse = call.tokens.forward(q, k, v, extras)
-    own_out, own_lse = call.q.collect(out), call.q.collect(lse.transpose(1, 2).unsqueeze(-1))
-    return own_out(), own_lse().squeeze(-1).transpose(1, 2).contiguous(), [q, k, v, out, lse]
+    own_out, own_lse = call.q.collect(out), call.q.collect(_tokens_first(lse))
+    return own_out(), _heads_first(own_lse()), [q, k, v, out, lse]
 
 
 @torch.library.custom_op("dash_attn::context_parallel_backward", mutates_args=())
@@ -152,45 +154,60 @@ def backward(
     seed: Tensor | None,
     terms: str,
     rows: Sequence[int],
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's tokens. `rows` are its numbers of queries and keys.
 
-    If ranks share heads, dout is as the forward gives out, and the other tensors are as `spread` gives them.
+    If ranks share heads, dout and dlse are as the forward gives out and lse, and the other tensors are as `spread`
+    gives them.
     """
     said = Terms.read(terms)
     own_q, own_k = rows
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, said.ways), (own_q, own_k), around, said)
-    extras = call.extras(around)
+    call = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said, dlse is not None)
     if said.ways == 1:
-        return call.tokens.backward(Operands(dout, q, k, v, out, lse), extras)
-    grads = call.tokens.backward(Operands(call.q.spread(dout)(), q, k, v, out, lse), extras)
+        return call.tokens.backward(Operands(dout, q, k, v, out, lse), call.extras(around, dlse))
+    arriving = call.q.spread(dout)
+    if dlse is not None:
+        dlse = _heads_first(call.q.spread(_tokens_first(dlse))())
+    grads = call.tokens.backward(Operands(arriving(), q, k, v, out, lse), call.extras(around, dlse))
     dq, dk, dv = call.q.collect(grads.dq), call.k.collect(grads.dk), call.k.collect(grads.dv)
     return Gradients(dq(), dk(), dv())
+
+
+def _tokens_first(lse: Tensor) -> Tensor:
+    """(batch, heads, tokens) as (batch, tokens, heads, 1), which `Heads` takes."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _heads_first(lse: Tensor) -> Tensor:
+    """The way back."""
+    return lse.squeeze(-1).transpose(1, 2).contiguous()
 
 
 @forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, list[Tensor]]:
     ways = Terms.read(str(others[-1])).ways
-    batch, len_q, heads, dim = q.shape
-    out, lse = q.new_empty(q.shape), q.new_empty((batch, heads, len_q), dtype=torch.float32)
+    batch, len_q, heads, _dim = q.shape
+    out = q.new_empty((batch, len_q, heads, v.shape[3]))
+    lse = q.new_empty((batch, heads, len_q), dtype=torch.float32)
     if ways == 1:
         return out, lse, []
     # With torch.compile every rank must have the same number of tokens.
-    q, k, v = (x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, dim)) for x in (q, k, v))
-    return out, lse, [q, k, v, q.new_empty(q.shape), lse.new_empty((batch, heads // ways, len_q * ways))]
+    spread = [x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, x.shape[3])) for x in (q, k, v, out)]
+    return out, lse, [*spread, lse.new_empty((batch, heads // ways, len_q * ways))]
 
 
 @backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-    terms, (_, own_k) = str(others[-2]), cast(Sequence[int], others[-1])
+    terms, (_, own_k) = str(others[6]), cast(Sequence[int], others[7])
     ways = Terms.read(terms).ways
     dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
-    return dout.new_empty(dout.shape), dk, dv
+    return dout.new_empty((*dout.shape[:3], q.shape[3])), dk, dv
 
 
-def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) -> Call:
-    """The call, after all ranks have agreed on it."""
+def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, has_dlse: bool = False) -> Call:
+    """The call, after all ranks have agreed on it. `has_dlse`: it is a backward with a gradient of lse."""
     ranks = Ranks.named(terms.groups)
     cu = tuple(None if x is None else read(x) for x in around[:2])
     posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
@@ -200,6 +217,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) ->
             "software": backend_for(shape.device).software(),
             "shape of q (batch, heads, dim)": (shape.batch, shape.heads[0], shape.dim),
             "number of heads of k": shape.heads[1],
+            "head dim of v": shape.dim_v,
             "dtype": shape.dtype,
             "cu_seqlens": cu[0],
             "cu_seqlens_k": cu[1],
@@ -214,11 +232,13 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms) ->
             "deterministic": order.deterministic,
             "panels and layout": (order.panels, terms.layout),
             "number of ranks that share heads (mode)": terms.ways,
+            "gradient of lse": "given" if has_dlse else "not given (add 0 * lse.sum() to the loss)",
         },
         rows,
         shape.device,
     )
-    features = Features(terms.softcap, around.sinks is not None, terms.dropout)
+    dim_v = None if shape.dim_v == shape.dim else shape.dim_v
+    features = Features(terms.softcap, around.sinks is not None, terms.dropout, dim_v)
     return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), features, ranks)
 
 

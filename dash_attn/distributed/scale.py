@@ -128,8 +128,10 @@ class Rank:
     number: int
 
     def spans(self, machines: Cluster) -> Spans:
-        flops = self.problem.batch * self.problem.heads_q * self.problem.dim * self._pairs()
-        computing = 4 * flops / machines.forward, 10 * flops / machines.backward
+        problem = self.problem
+        pairs, dim, dim_v = problem.batch * problem.heads_q * self._pairs(), problem.dim, problem.dim_v
+        # Two products in the forward, of which one is as wide as v, and five in the backward, of which two are.
+        computing = 2 * pairs * (dim + dim_v) / machines.forward, 2 * pairs * (3 * dim + 2 * dim_v) / machines.backward
         exchanged, held = self._exchanged(), 0
         first = self.number - self.number % self.ways
         near = range(first, first + self.ways)
@@ -160,16 +162,11 @@ class Rank:
 
     def _exchanged(self) -> tuple[int, int]:
         """Bytes that the exchange over heads sends to other ranks, in the forward and in the backward."""
-        problem, item = self.problem, 4 if self.problem.dtype == "float32" else 2
         axis = Axis("", tuple(range(self.ways)), self.number % self.ways, self.ranks)
-        whole = Layout(self.layout, self.ranks, problem.panels)
-        q, k = (Heads.of(axis, whole, length, self.number) for length in (problem.len_q, problem.len_k))
-        wide, narrow = (heads * self.ways * problem.dim for heads in (problem.heads_q, problem.heads_kv))
-        batch = problem.batch
-        out, back = q.spread_numbers(batch, wide), q.collect_numbers(batch, wide)
-        forward = item * (out + 2 * k.spread_numbers(batch, narrow) + back)
-        forward += 4 * q.collect_numbers(batch, problem.heads_q * self.ways)
-        return forward, item * (out + back + 2 * k.collect_numbers(batch, narrow))
+        whole = Layout(self.layout, self.ranks, self.problem.panels)
+        lengths = self.problem.len_q, self.problem.len_k
+        q, k = (Heads.of(axis, whole, length, self.number) for length in lengths)
+        return exchanged(self.problem, (q, k), self.problem.batch)
 
     def _to_others(self, members: range, size: int) -> list[int]:
         """The same number of bytes to each other member."""
@@ -179,9 +176,27 @@ class Rank:
         """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
         number, tokens, problem = self.number // self.ways, self._tokens(), self.problem
         routes = Routes.of(problem, tokens, number)
-        row = 4 * 2 * problem.dim * problem.heads_kv
+        row = 4 * (problem.dim + problem.dim_v) * problem.heads_kv
         to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
         return load_of(problem, tokens, routes, number), to
+
+
+def exchanged(problem: Problem, sides: tuple[Heads, Heads], batch: int) -> tuple[int, int]:
+    """Bytes that the exchange over heads sends to other ranks, in the forward and in the backward.
+
+    The problem has the heads of one rank. `sides` are the exchanges of q and of k.
+    """
+    (q, k), item = sides, 4 if problem.dtype == "float32" else 2
+    heads_q, heads_kv = (heads * q.axis.size for heads in (problem.heads_q, problem.heads_kv))
+    dims = problem.dim, problem.dim_v
+    out_k, back_k = (sum(send(batch, heads_kv * x) for x in dims) for send in (k.spread_numbers, k.collect_numbers))
+    # q there and out back; then dout there and dq back.
+    forward, backward = (
+        q.spread_numbers(batch, heads_q * there) + q.collect_numbers(batch, heads_q * back)
+        for there, back in (dims, dims[::-1])
+    )
+    lse = 4 * q.collect_numbers(batch, heads_q)
+    return item * (forward + out_k) + lse, item * (backward + back_k)
 
 
 def pipeline(count: int, compute: float, gather: float, add: float) -> float:

@@ -7,6 +7,7 @@ hold the keys, and are added there in the order of the whole problem. No collect
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
 from dash_attn.distributed.layout import Layout
-from dash_attn.distributed.ranks import Arrival, Axis
+from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.prepare import Prepared, prepare_panels
 from dash_attn.problem import Problem
@@ -38,11 +39,16 @@ class Chunk:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
 
     def extras(self, given: Extras | None) -> Extras | None:
-        """Of these heads."""
+        """Of these heads, with rows as `Held` takes them."""
         if given is None:
             return None
         sinks = None if given.sinks is None else given.sinks[self.q]
-        return Extras(sinks, given.seed, head=given.head + self.q.start)
+        dlse = None if given.dlse is None else self.rows_of(given.dlse)
+        return Extras(sinks=sinks, seed=given.seed, dlse=dlse, head=given.head + self.q.start)
+
+    def rows_of(self, lse: Tensor) -> Tensor:
+        """lse of these heads, the sequences of a batch one after the other: (1, heads, rows)."""
+        return lse[:, self.q].transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 class Load(NamedTuple):
@@ -61,7 +67,7 @@ def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load
     arrived = min(2, len(chunks)) * layout.ranks * share  # rows; the heads after those in work are under way
     to = [sum(part.count for part in parts) for parts in routes.sent]
     rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
-    width, at_once = (2 * problem.dim * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
+    width, at_once = ((problem.dim + problem.dim_v) * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
     return Load(
         item * width * share * (layout.ranks - 1),
         item * at_once * (arrived + problem.batch * problem.len_k),
@@ -72,7 +78,7 @@ def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load
 
 def chunks_of(problem: Problem) -> list[Chunk]:
     """The kv heads, cut into parts that are gathered one after the other."""
-    bytes_a_head = 2 * problem.batch * problem.len_k * problem.dim * 2
+    bytes_a_head = 2 * problem.batch * problem.len_k * (problem.dim + problem.dim_v)
     count = min(problem.heads_kv, max(1, CHUNK_BYTES // max(1, bytes_a_head)))
     firsts = range(0, problem.heads_kv, count)
     kv = [slice(first, min(first + count, problem.heads_kv)) for first in firsts]
@@ -97,7 +103,12 @@ class Tokens:
         return self.axis.size == 1 or self.whole.is_empty
 
     def require_panels(self) -> None:
-        """Raise an error if the device cannot compute single panels. It comes on all ranks, before tensors are sent."""
+        """Raise an error if the device cannot compute the problem, or not in single panels.
+
+        The error comes on all ranks, before tensors are sent.
+        """
+        if not self.whole.is_empty:
+            self.whole.backend.tile_shape(self.whole.problem)  # it refuses what the device cannot compute
         if self.is_local:
             return
         try:
@@ -116,7 +127,7 @@ class Tokens:
         for chunk, keys, values in self._gathered(k, v):
             mine = q[:, :, chunk.q]
             out, lse = self._held(chunk).forward(_joined(mine), keys, values, chunk.extras(extras))
-            outs.append(out.view(mine.shape))
+            outs.append(out.view(*mine.shape[:3], out.shape[3]))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
@@ -126,14 +137,14 @@ class Tokens:
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
         for chunk, keys, values in self._gathered(operands.k, operands.v):
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
-            lse = operands.lse[:, chunk.q].transpose(0, 1).flatten(1).unsqueeze(0)
             held = self._held(chunk)
-            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), lse)
+            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), chunk.rows_of(operands.lse))
             partials = held.backward(own, chunk.extras(extras))
             dqs.append(partials.dq.view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
                 sums.append(pending())
-            pending = self._summed(held, partials.sums, operands.k[:, :, chunk.k])
+            models = KeySums(operands.k[:, :, chunk.k], operands.v[:, :, chunk.k])
+            pending = self._summed(held, partials.sums, models)
         if pending is not None:
             sums.append(pending())
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
@@ -161,24 +172,39 @@ class Tokens:
             keys, values = arrivals.pop(0)()
             yield chunk, keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
 
-    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Arrival:
+    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to gather the keys and values of some heads, in one collective."""
         length = self.whole.problem.len_k
         most = max(self.layout.lengths(length))
-        sent = k.new_empty((2, k.shape[0], most, chunk.heads[1], k.shape[3]))
-        for into, x in zip(sent, (k, v), strict=True):
+        shapes = [(x.shape[0], most, chunk.heads[1], x.shape[3]) for x in (k, v)]
+        sizes = [math.prod(shape) for shape in shapes]
+        sent = k.new_empty(sum(sizes))
+        for flat, shape, x in zip(torch.split(sent, sizes), shapes, (k, v), strict=True):
+            into = flat.view(shape)
             into[:, : x.shape[1]] = x[:, :, chunk.k]
             into[:, x.shape[1] :] = 0
         arrival = self.axis.all_gather(sent)
 
-        def finish() -> Tensor:
-            parts = arrival()
-            return torch.cat([parts[rank, :, :, first:end] for rank, (first, end) in self.layout.pieces(length)], 2)
+        def finish() -> tuple[Tensor, Tensor]:
+            keys, values = (
+                part.view(self.axis.size, *shape)
+                for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
+            )
+            return self._ordered(keys), self._ordered(values)
 
         return finish
 
-    def _summed(self, held: Held, sums: tuple[KeySums, ...], model: Tensor) -> Callable[[], KeySums]:
-        """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys."""
-        routes, width = self.routes, model.shape[2] * model.shape[3]
+    def _ordered(self, parts: Tensor) -> Tensor:
+        """The gathered rows of all ranks in ascending order."""
+        pieces = self.layout.pieces(self.whole.problem.len_k)
+        return torch.cat([parts[rank, :, first:end] for rank, (first, end) in pieces], 1)
+
+    def _summed(self, held: Held, sums: tuple[KeySums, ...], models: KeySums) -> Callable[[], KeySums]:
+        """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys.
+
+        `models` are these keys and values.
+        """
+        routes, widths = self.routes, [x.shape[2] * x.shape[3] for x in models]
         # For each rank first the rows of dK, then those of dV.
         rows = [
             sums[part.panel][which][0, slice(*part.rows)].flatten()
@@ -186,20 +212,23 @@ class Tokens:
             for which in range(2)
             for part in parts
         ]
-        sent = torch.cat(rows) if rows else model.new_empty(0, dtype=torch.float32)
-        sizes = [2 * width * sum(part.count for part in parts) for parts in routes.sent]
-        expected = [2 * width * count for count in routes.received]
-        arrival = self.axis.exchange(sent, sizes, expected)
+        sent = torch.cat(rows) if rows else models.dk.new_empty(0, dtype=torch.float32)
+        sizes = [sum(widths) * sum(part.count for part in parts) for parts in routes.sent]
+        expected = [width * count for count in routes.received for width in widths]
+        arrival = self.axis.exchange(sent, sizes, [sum(widths) * count for count in routes.received])
 
         def finish() -> KeySums:
-            arrived = [part.view(2, 1, -1, *model.shape[2:]) for part in torch.split(arrival(), expected)]
-            into = KeySums(*[torch.zeros_like(model, memory_format=torch.contiguous_format) for _ in range(2)])
-            flat = [x.flatten(0, 1).unsqueeze(0) for x in into]
+            flat = torch.split(arrival(), expected)
+            dks, dvs = (
+                [part.view(1, count, *x.shape[2:]) for part, count in zip(flat[which::2], routes.received, strict=True)]
+                for which, x in enumerate(models)
+            )
+            into = KeySums(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in models])
+            own = [x.flatten(0, 1).unsqueeze(0) for x in into]
             for each in routes.sums:
-                parts = (
-                    KeySums(*arrived[part.source][:, :, part.first : part.first + part.count]) for part in each.parts
-                )
-                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in flat]))
+                places = [(part.source, slice(part.first, part.first + part.count)) for part in each.parts]
+                parts = (KeySums(dks[source][:, rows], dvs[source][:, rows]) for source, rows in places)
+                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in own]))
             return into
 
         return finish

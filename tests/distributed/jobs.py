@@ -31,7 +31,11 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """A problem. Packed if `cu` is given: then the batch is left out."""
+    """A problem. Packed if `cu_seqlens` is given: then the batch is left out.
+
+    dim_v     head dim of v, if not that of q
+    with_lse  the loss depends on lse too
+    """
 
     batch: int = 1
     lengths: tuple[int, int] = (48, 48)
@@ -41,6 +45,8 @@ class Case:
     panels: int = 16
     arguments: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
+    dim_v: int | None = None
+    with_lse: bool = False
 
     @property
     def packed(self) -> bool:
@@ -54,19 +60,30 @@ class Case:
         """q, k, v and the gradient of out."""
         noise = torch.Generator().manual_seed(self.seed)
         batch = () if self.packed else (self.batch,)
-        sides = (0, 1, 1, 0)
+        dim_v = self.dim_v or self.dim
+        sides = ((0, self.dim), (1, self.dim), (1, dim_v), (0, dim_v))
         q, k, v, dout = (
-            torch.randn((*batch, self.lengths[side], self.heads[side], self.dim), generator=noise).to(self.dtype)
-            for side in sides
+            torch.randn((*batch, self.lengths[side], self.heads[side], dim), generator=noise).to(self.dtype)
+            for side, dim in sides
         )
         return q, k, v, dout
+
+    def dlse(self) -> Tensor:
+        """The gradient of lse."""
+        noise, batch = torch.Generator().manual_seed(self.seed + 1), () if self.packed else (self.batch,)
+        return torch.randn((*batch, self.heads[0], self.lengths[0]), generator=noise)
+
+    def gradients(self, results: tuple[Tensor, Tensor], leaves: list[Tensor], given: tuple[Tensor, Tensor]) -> Any:
+        """Of a loss of out, and of lse where the case has one. `given` are the gradients of out and lse."""
+        count = 2 if self.with_lse else 1
+        return torch.autograd.grad(results[:count], leaves, given[:count])
 
     def alone(self) -> list[Tensor]:
         """The results in one process."""
         q, k, v, dout = self.tensors()
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = dash_attn.attention(*leaves, panels=self.panels, return_lse=True, **self.arguments)
-        return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+        results = dash_attn.attention(*leaves, panels=self.panels, return_lse=True, **self.arguments)
+        return [*(x.detach() for x in results), *self.gradients(results, leaves, (dout, self.dlse()))]
 
 
 def apart(case: Case, group: Any, mode: str, layout: str) -> list[Tensor]:
@@ -74,9 +91,10 @@ def apart(case: Case, group: Any, mode: str, layout: str) -> list[Tensor]:
     place = {"group": group, "layout": layout, "panels": case.panels}
     q, k, v, dout = (shard(x, dim=case.dim_of_tokens, **place) for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = context_parallel_attention(*leaves, mode=mode, return_lse=True, **place, **case.arguments)
-    grads = torch.autograd.grad(out, leaves, dout)
-    whole = [unshard(x, dim=case.dim_of_tokens, **place) for x in (out.detach(), *grads)]
+    results = context_parallel_attention(*leaves, mode=mode, return_lse=True, **place, **case.arguments)
+    grads = case.gradients(results, leaves, (dout, shard(case.dlse(), dim=-1, **place)))
+    out, lse = (x.detach() for x in results)
+    whole = [unshard(x, dim=case.dim_of_tokens, **place) for x in (out, *grads)]
     return [whole[0], unshard(lse, dim=-1, **place), *whole[1:]]
 
 
@@ -143,9 +161,9 @@ def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
     said = explain(*leaves, mode=mode, **case.arguments)
     torch.distributed.all_to_all_single, ranks._all_gather = counted_exchange, counted_gather
     try:
-        out = context_parallel_attention(*leaves, mode=mode, **case.arguments)
+        out, _ = context_parallel_attention(*leaves, mode=mode, return_lse=True, **case.arguments)
         forward, counted[0] = counted[0], 0
-        out.backward(dout)
+        out.backward(dout)  # no gradient of lse, so none travels
     finally:
         torch.distributed.all_to_all_single, ranks._all_gather = exchange, gather
     return said, [forward, counted[0]]
@@ -156,14 +174,38 @@ def sink_gradients(groups: Groups, case: Case, size: int, mode: str) -> bool:
     if size not in groups:
         return True
     group, given = groups[size], {**case.arguments, "sinks": case.arguments["sinks"].clone().requires_grad_()}
-    q, k, v, dout = case.tensors()
-    (alone,) = torch.autograd.grad(dash_attn.attention(q, k, v, **given), given["sinks"], dout)
+    (q, k, v, dout), dlse, given["return_lse"] = case.tensors(), case.dlse(), True
+    (alone,) = case.gradients(dash_attn.attention(q, k, v, **given), [given["sinks"]], (dout, dlse))
     q, k, v, dout = (shard(x, group=group, dim=case.dim_of_tokens) for x in (q, k, v, dout))
-    out = context_parallel_attention(q, k, v, group=group, mode=mode, **given)
-    (own,) = torch.autograd.grad(out, given["sinks"], dout)
+    results = context_parallel_attention(q, k, v, group=group, mode=mode, **given)
+    (own,) = case.gradients(results, [given["sinks"]], (dout, shard(dlse, group=group, dim=-1)))
     is_part = size == 1 or not torch.allclose(own, alone, rtol=1e-4)
     torch.distributed.all_reduce(own, group=group)
     return is_part and torch.allclose(own, alone, rtol=1e-4, atol=1e-6)
+
+
+def losses_of_lse(groups: Groups, mode: str, size: int) -> tuple[list[str], str] | None:
+    """What differs from one process if the loss has lse alone, and the error if it has lse on one rank alone."""
+    if size not in groups:
+        return None
+    group, case = groups[size], Case(arguments={"causal": True})
+    q, k, v, _ = case.tensors()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    _, lse = dash_attn.attention(*leaves, panels=case.panels, return_lse=True, **case.arguments)
+    alone = torch.autograd.grad(lse, leaves, case.dlse())
+    leaves = [shard(x.detach(), group=group, dim=1).requires_grad_() for x in leaves]
+    how: dict[str, Any] = {"group": group, "mode": mode, "return_lse": True, **case.arguments}
+    _, lse = context_parallel_attention(*leaves, **how)
+    own = torch.autograd.grad(lse, leaves, shard(case.dlse(), group=group, dim=-1))
+    pairs = zip(("dq", "dk", "dv"), own, alone, strict=True)
+    differ = [name for name, a, b in pairs if not same_bits(unshard(a, group=group, dim=1), b)]
+    out, lse = context_parallel_attention(*leaves, **how)
+    loss = out.sum() if group.rank() else out.sum() + lse.sum()
+    try:
+        loss.backward()
+    except ValueError as error:
+        return differ, str(error)
+    return differ, "no error"
 
 
 def reversed_fold(groups: Groups, case: Case) -> list[str]:
@@ -259,7 +301,9 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     if size not in groups:
         return
     group = groups[size]
-    q, k, v, dout = (shard(x, group=group, dim=1) for x in Case().tensors())
+    case = Case(dim_v=12)
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
+    dlse = shard(case.dlse(), group=group, dim=-1)
     asked = Arguments(causal=True, panels=16)
     said, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks.ranks_of(group), mode, "zigzag"))
     terms = said.text()
@@ -269,7 +313,8 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
     torch.library.opcheck(forward, (q, k, v, None, None, sinks, None, terms), test_utils=checks)
     operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, None, terms, (q.shape[1], k.shape[1]))
-    torch.library.opcheck(backward, operands, test_utils=checks)
+    for given in (operands, (*operands, dlse)):
+        torch.library.opcheck(backward, given, test_utils=checks)
 
 
 def refusals(groups: Groups, size: int) -> list[str]:
@@ -292,7 +337,6 @@ def refusals(groups: Groups, size: int) -> list[str]:
         lambda: twice("a2a"),
         lambda: twice("all_gather"),
         lambda: call(mask=cells),
-        lambda: context_parallel_attention(q, k, v[..., :4], group=group),
         lambda: call(mode="ring"),
         lambda: call(mode="a2a+all_gather"),
         lambda: call(group="world"),
@@ -360,6 +404,13 @@ def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | N
         other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
     elif way == "compile":
         other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"))
+    elif way == "compile lse":
+
+        def loss(*x: Tensor) -> Tensor:
+            out, lse = context_parallel_attention(*x, group=group, causal=True, mode=mode, return_lse=True)
+            return (out * dout).sum() + lse.square().sum()
+
+        plain, other = gradients(loss), gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))
     else:
         other = gradients(attend, 2)
         plain = [plain[0], *[x + x for x in plain[1:]]]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from dash_attn.distributed.scale import predict, ways_of
-from dash_attn.problem import CAUSAL, Problem, documents
+from dash_attn.problem import CAUSAL, Features, Problem, documents
 from tests.distributed import jobs
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
@@ -39,6 +40,8 @@ CASES = {
     "softcap": Case(heads=(8, 4), arguments={"causal": True, "softcap": 2.0}),
     "dropout": Case(batch=2, heads=(8, 4), arguments={"causal": True, "dropout": 0.3, "seed": 5}),
     "dropout in a pack": Case(arguments={"cu_seqlens": PACK, "dropout": 0.4, "seed": [3, 1, 4, 1, 5]}),
+    "values": Case(batch=2, heads=(8, 4), arguments={"causal": True}, dim_v=12),
+    "lse": Case(batch=2, heads=(8, 4), arguments={"causal": True}, with_lse=True),
     "sinks in a pack": Case(arguments={"cu_seqlens": PACK, "causal": True, "sinks": torch.linspace(-1.0, 2.0, 4)}),
 }
 
@@ -68,6 +71,8 @@ def random_case(seed: int) -> Case:
         chance.choice([16, 32]),
         arguments,
         seed,
+        chance.choice([None, 4, 13]),
+        chance.random() < 0.5,
     )
 
 
@@ -80,8 +85,16 @@ def test_random_problems(pool: Pool, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 def test_the_gradient_of_sinks_is_that_of_the_own_queries(pool: Pool, mode: str) -> None:
+    case = CASES["sinks in a pack"]
     for size in (1, 2, 4):
-        assert all(pool.run(jobs.sink_gradients, CASES["sinks in a pack"], size, mode))
+        assert all(pool.run(jobs.sink_gradients, replace(case, with_lse=size != 2), size, mode))
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_losses_of_lse(pool: Pool, mode: str) -> None:
+    for differ, error in pool.run(jobs.losses_of_lse, mode, 2)[:2]:
+        assert differ == []
+        assert "gradient of lse is given on rank 0, not given (add 0 * lse.sum() to the loss) on rank 1" in error
 
 
 def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
@@ -90,7 +103,7 @@ def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("name", ["causal", "pack"])
+@pytest.mark.parametrize("name", ["causal", "pack", "values"])
 def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
     case = CASES[name]
     results = pool.run(jobs.traffic, case, mode)
@@ -98,8 +111,8 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
         assert (said.forward_bytes, said.backward_bytes) == (forward, backward)
         assert said.heads_over * said.tokens_over == said.ranks == 8
         assert 0 < said.exposed_ms < said.predicted_ms
-    mask = CAUSAL if name == "causal" else documents(PACK)
-    problem = Problem(1, *case.heads, *case.lengths, case.dim, "float32", mask=mask)
+    mask, features = documents(PACK) if name == "pack" else CAUSAL, Features(dim_v=case.dim_v)
+    problem = Problem(case.batch, *case.heads, *case.lengths, case.dim, "float32", mask=mask, features=features)
     predicted = predict(problem, 8, mode, "zigzag", *ways_of(problem, 8, mode)).sent_bytes  # by one of the ranks
     assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
 
@@ -138,7 +151,6 @@ REFUSED = (
     "differentiated once, not twice",
     "differentiated once, not twice",
     "mask has tiles, which are not cut",
-    "v has head dim 4 and q",
     "mode must be one of auto, a2a, all_gather, a2a+all_gather, got 'ring'",
     "needs a group of two dimensions, a DeviceMesh",
     "group must be a process group that this process belongs to",
@@ -155,7 +167,7 @@ def test_what_is_refused(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "strides", "late"])
+@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "compile lse", "strides", "late"])
 def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
 

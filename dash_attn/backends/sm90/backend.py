@@ -12,7 +12,7 @@ import torch
 from dash_attn.backends.base import Backward, Forward, Held, Options
 from dash_attn.pack import Assembly, Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
-from dash_attn.problem import PLAIN, Problem
+from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
 from dash_attn.verify import TooFewWorkers
 
@@ -72,8 +72,6 @@ class Sm90Backend:
     def held(self, pack: Pack, options: Options) -> Held:
         """The panels of one rank. Each panel has the tables, and so the bits, that it has among all panels."""
         config_of(pack.problem)  # a problem without a backward is refused before its forward runs
-        if pack.problem.features != PLAIN:
-            raise NotImplementedError(f"on GPUs a rank computes panels without {pack.problem.features}")
         return Sm90Held(pack, self.device, partial(_held_launch, pack, options, self.device))
 
 

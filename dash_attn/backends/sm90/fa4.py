@@ -26,6 +26,7 @@ from .alignment import maker
 from .cache import side_kernel
 from .config import DTYPE_OF, KernelConfig
 from .packing import Spread, packing_of, rows_without_keys, spread_of, unpacked
+from .tables import uploaded
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
@@ -58,6 +59,8 @@ class Fa4Forward:
         if problem.features.softcap:
             self.how["softcap"] = problem.features.softcap
         self._has_sinks = problem.features.sinks
+        self._marks = blind_rows(problem) if self._has_sinks else None
+        self._blind: Tensor | None = None  # these marks on the device
         packed, tokens = mask.documents is not None, problem.batch * problem.len_q
         shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
@@ -69,7 +72,7 @@ class Fa4Forward:
         sinks = sinks_of(extras) if self._has_sinks else None
         documents = self.problem.mask.documents
         if documents is None:
-            return self._run(q, k, v) if sinks is None else repaired(*self._run(q, k, v, sinks), sinks)
+            return self._run(q, k, v) if sinks is None else self._repaired(*self._run(q, k, v, sinks), sinks)
         packed = self._packed
         if packed is None:
             packed = self._packed = Packed.of(self.problem, documents, q.device)
@@ -82,10 +85,24 @@ class Fa4Forward:
         blind = packed.blind
         if blind is not None:  # the kernel multiplies one tile of masked keys for them, wherever it lies
             out.masked_fill_(blind, 0.0)
-            lse.masked_fill_(blind.flatten(), -math.inf if sinks is None else math.inf)
+            lse.masked_fill_(blind.flatten(), -math.inf)
         if sinks is not None:
-            out, lse = repaired(out, lse, sinks)
+            out, lse = self._repaired(out, lse, sinks)
         return unpacked(self.problem, out, lse) if has_batch else (out, lse)
+
+    def _repaired(self, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """lse of rows for which the kernel has none: that of the sink alone.
+
+        The kernel sums exponentials relative to the largest score of a key. Where the sink is 89 above that score, the
+        sum is infinite, and so is lse. The keys have no weight there, and out is 0. For a row without keys the kernel
+        rounds the sink. A rank may call no kernel for such a row, and lse has the same bits there.
+        """
+        replaced = lse == math.inf
+        if self._marks is not None:
+            if self._blind is None:
+                self._blind = uploaded(self._marks, lse.device)
+            replaced.logical_or_(self._blind)
+        return out, torch.where(replaced, sinks[:, None], lse)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         noted = self._noted
@@ -117,13 +134,13 @@ def sinks_of(extras: Extras | None) -> Tensor:
     return extras.sinks
 
 
-def repaired(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """lse of rows for which the kernel has none: that of the sink alone.
-
-    The kernel sums exponentials relative to the largest score of a key. Where the sink is 89 above that score, the sum
-    is infinite, and so is lse. The keys have no weight there, and out is 0. Callers mark rows without keys as infinite.
-    """
-    return out, torch.where(lse == math.inf, sinks[:, None], lse)
+def blind_rows(problem: Problem) -> Tensor | None:
+    """Marks of the queries without keys: of one sequence, or of all rows of a batch of packs. None if there is none."""
+    first, end = problem.mask.intervals(problem.len_q, problem.len_k)
+    marks = torch.from_numpy(first >= end)
+    if not marks.any():
+        return None
+    return marks.repeat(problem.batch) if problem.is_packed else marks
 
 
 class Packed(NamedTuple):

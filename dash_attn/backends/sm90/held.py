@@ -27,9 +27,10 @@ from dash_attn.problem import Panel, Problem, documents
 from . import forwards
 from .config import KernelConfig
 from .cta import CONSUMER_WARPGROUPS, TILE_N
+from .fa4 import sinks_of
 from .forwards import LibraryForward
 from .launch import Launch
-from .packed import rows_of
+from .packed import lse_rows, rows_of
 
 # Forwards whose bits of a row follow from the row, its keys and the mask, whichever other queries are in the call.
 ROW_BY_ROW = ("fa4",)
@@ -55,12 +56,13 @@ class Sm90Held:
         self._require_rows()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty((1, q.shape[2], q.shape[1]), dtype=torch.float32)
+        empty = sinks_of(extras)[:, None] if self.pack.problem.features.sinks else -math.inf  # lse without keys
         with self._here():
             for forward, rows, keys in self.ranges:
                 if forward is None:
-                    out[:, rows], lse[:, :, rows] = 0, -math.inf
+                    out[:, rows], lse[:, :, rows] = 0, empty
                 else:
-                    out[:, rows], lse[:, :, rows] = forward(q[:, rows], k[:, keys], v[:, keys])
+                    out[:, rows], lse[:, :, rows] = forward(q[:, rows], k[:, keys], v[:, keys], extras)
         return out, lse
 
     def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
@@ -71,8 +73,10 @@ class Sm90Held:
         launch, _ = self.launched
         here = copy(launch)  # with an end of its own, because two threads may call at the same time
         here.finish_kv = lambda sums, *_: rows.append(rows_of_sums(here.cfg, sums))
+        dlse = None if extras is None else extras.dlse
+        own = None if dlse is None else Extras(dlse=lse_rows(dlse))  # lse includes the sinks
         with self._here():
-            dq = here(rows_of(operands)).dq
+            dq = here(rows_of(operands), extras=own).dq
         dv, dk = rows[0].unsqueeze(1)
         places = zip(self.first_rows, self.pack.panels, strict=True)
         sums = [slice(first, first + panel.len_k) for first, panel in places]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends import Gradients, KeySums, Operands, Options
+from dash_attn.backends import Extras, Gradients, KeySums, Operands, Options
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.routes import Routes
 from dash_attn.prepare import prepare_panels
-from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, window
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
 from dash_attn.tools.bench.audit.ranks import spots_of
 from dash_attn.tools.bench.audit.targets import CONTROL
@@ -29,8 +29,16 @@ def joined(x: Tensor) -> Tensor:
     return x.flatten(0, 1).unsqueeze(0)
 
 
-def on_ranks(case: Case, layout: Layout, policy: str = "auto") -> tuple[Tensor, Tensor, Gradients]:
+def lse_of(lse: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of lse, the sequences of a batch one after the other: (1, heads, rows)."""
+    return lse[:, :, rows].transpose(0, 1).flatten(1).unsqueeze(0)
+
+
+def on_ranks(
+    case: Case, layout: Layout, policy: str = "auto", extras: Extras | None = None
+) -> tuple[Tensor, Tensor, Gradients]:
     """out, lse and gradients, from the panels of each rank. The sums of dK and dV are passed by hand."""
+    given = Extras() if extras is None else extras
     problem, (dout, q, k, v, out, lse) = case.problem, case.operands
     results = [torch.full_like(x, float("nan")) for x in (out, lse, q, k, v)]
     new_out, new_lse, dq, dk, dv = results
@@ -39,12 +47,14 @@ def on_ranks(case: Case, layout: Layout, policy: str = "auto") -> tuple[Tensor, 
         held = prepare_panels(problem, route.panels, policy, Options(), DEVICE)
         rows = torch.cat([torch.arange(*each, device=DEVICE) for each in layout.held(problem.len_q, rank)])
         mine = [joined(x[:, rows]) for x in (dout, q, out)]
-        own_lse = lse[:, :, rows].transpose(0, 1).flatten(1).unsqueeze(0)
-        got, got_lse = held.forward(mine[1], joined(k), joined(v))
+        own_lse = lse_of(lse, rows)
+        dlse = None if given.dlse is None else lse_of(given.dlse, rows)
+        got, got_lse = held.forward(mine[1], joined(k), joined(v), extras)
         shape = (problem.batch, len(rows))
         new_out[:, rows] = got.view(*shape, *got.shape[2:])
         new_lse[:, :, rows] = got_lse.view(-1, *shape).transpose(0, 1)
-        partials = held.backward(Operands(mine[0], mine[1], joined(k), joined(v), mine[2], own_lse))
+        own = Operands(mine[0], mine[1], joined(k), joined(v), mine[2], own_lse)
+        partials = held.backward(own, None if extras is None else Extras(sinks=given.sinks, dlse=dlse))
         dq[:, rows] = partials.dq.view(*shape, *q.shape[2:])
         sums.append(tuple(KeySums(*(x.clone() for x in each)) for each in partials.sums))
     for rank, route in enumerate(routes):
@@ -78,6 +88,56 @@ def test_panels_of_ranks_have_the_bits_of_one_call(shape, mask: Mask, layout: La
         got_out, got_lse, grads = on_ranks(case, layout)
         assert torch.equal(got_out, out) and torch.equal(got_lse, lse), (batch, len_q, len_k)
         assert same(grads, case.run(prepared(problem))), (batch, len_q, len_k)
+
+
+def on_one(problem: Problem, with_lse: bool) -> tuple[Case, Extras, Gradients]:
+    """Operands with the forward's own out and lse, sinks and a gradient of lse, and the gradients of one call."""
+    drawn = draw(problem, DEVICE, gain=2.0)
+    sinks = torch.linspace(-2.0, 4.0, problem.heads_q, device=DEVICE) if problem.features.sinks else None
+    out, lse = prepared(problem).forward(*drawn[1:], Extras(sinks=sinks))
+    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) if with_lse else None
+    case = Case(problem, Operands(*drawn, out, lse), Gradients(*drawn[1:]))
+    extras = Extras(sinks=sinks, dlse=dlse)
+    return case, extras, prepared(problem).backward(case.operands, None, extras)
+
+
+FEATURES = {
+    "softcap": (Features(softcap=20.0), False),
+    "sinks": (Features(sinks=True), False),
+    "gradient of lse": (Features(), True),
+    "all": (Features(softcap=20.0, sinks=True), True),
+}
+
+
+@pytest.mark.parametrize("layout", [Layout("zigzag", 2, 8), Layout("contiguous", 4, 8)], ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("features", "with_lse"), FEATURES.values(), ids=FEATURES)
+def test_panels_of_ranks_with_features(
+    features: Features, with_lse: bool, dim: int, mask: Mask, layout: Layout
+) -> None:
+    """Of 900 queries and 500 keys, a causal mask hides all keys of 400 queries, and so of whole panels."""
+    for batch, len_q, len_k in ((2, 513, 513), (1, 700, 1100), (1, 900, 500)):
+        problem = Problem(batch, 4, 2, len_q, len_k, dim, mask=mask, panels=8, features=features)
+        case, extras, want = on_one(problem, with_lse)
+        out, lse, grads = on_ranks(case, layout, extras=extras)
+        assert torch.equal(out, case.operands.out) and torch.equal(lse, case.operands.lse), (batch, len_q, len_k)
+        assert same(grads, want), (batch, len_q, len_k)
+        if with_lse:
+            plain = prepared(problem).backward(case.operands, None, extras._replace(dlse=None))
+            assert not torch.equal(plain.dq, want.dq) and not torch.equal(plain.dk, want.dk), "the gradient counts"
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("features", "with_lse"), FEATURES.values(), ids=FEATURES)
+def test_packs_with_features(features: Features, with_lse: bool, dim: int) -> None:
+    cu = [0, *accumulate([130, 7, 0, 300, 64, 499])]
+    mask = CAUSAL & documents(cu)
+    problem = Problem(1, 4, 2, cu[-1], cu[-1], dim, mask=mask, panels=8, features=features)
+    case, extras, want = on_one(problem, with_lse)
+    out, lse, grads = on_ranks(case, Layout("zigzag", 4, 8), extras=extras)
+    assert torch.equal(out, case.operands.out) and torch.equal(lse, case.operands.lse)
+    assert same(grads, want)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

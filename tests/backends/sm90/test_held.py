@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -11,14 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.backends import KeySums, Operands, Options
+from dash_attn.backends import Extras, KeySums, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90 import backend, forwards, launch, workspace
 from dash_attn.backends.sm90.config import KernelConfig
 from dash_attn.backends.sm90.held import Sm90Held, neighbours, rows_of_sums
 from dash_attn.distributed.layout import Layout
+from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.tokens import Tokens
 from dash_attn.pack import Doc, Pack, assemble
+from dash_attn.prepare import Prepared
 from dash_attn.problem import CAUSAL, FULL, Features, Panel, Problem, documents, window
 from dash_attn.tiling import TileShape
 
@@ -109,9 +113,15 @@ class Kernels:
     def __init__(self) -> None:
         self.made: Any = None
         self.names: dict[int, int] = {}  # of panels, by their first query in the tensors of the call
+        self.prepared: list[tuple[str, tuple[Tensor, ...]]] = []  # the first kernels, and what they were given
+        self.facts: tuple[Any, ...] = ()
 
-    def main(self, tensors: tuple[Tensor, ...], stats: tuple[Tensor, ...], *_: object) -> None:
+    def prepare(self, name: str) -> Any:
+        return lambda tensors, *_: self.prepared.append((name, tensors))
+
+    def main(self, tensors: tuple[Tensor, ...], stats: tuple[Tensor, ...], _: object, facts: tuple[Any, ...]) -> None:
         q, *_, dq, _, _ = tensors
+        self.facts = facts
         dq.copy_(q)
         sums = stats[-1]
         sums.fill_(float("nan"))
@@ -140,7 +150,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         raise AssertionError("nothing is rounded before all panels are added")
 
     monkeypatch.setattr(backend, "resident_workers", lambda device: 132)
-    monkeypatch.setattr(launch, "kernels", lambda *_: (lambda *_: None, stub.main, None, refused))
+    monkeypatch.setattr(launch, "kernels", lambda *_: (stub.prepare("plain"), stub.main, None, refused))
+    monkeypatch.setattr(launch, "side_kernel", lambda kind, cfg: stub.prepare(f"{kind} {cfg.packed}"))
     for module in (launch, workspace):
         monkeypatch.setattr(module, "converted", lambda tensors: tensors)
     monkeypatch.setattr(forwards, "choose", lambda problem: Reference())
@@ -166,17 +177,11 @@ def test_sums_are_folded_as_in_one_process(name: str, kernels: Kernels) -> None:
     names = {panel: number for number, panel in enumerate(problem.panel_list)}
     by_rank = []
     for routes in held_by(problem, 2, "zigzag"):
-        pack = Pack(problem, backend.Sm90Backend(CPU).tile_shape, held=routes.panels)
-        held = backend.Sm90Backend(CPU).held(pack, Options())
-        assert isinstance(held, Sm90Held)
-        run, kernels.made = held.launched
-        kernels.cfg = run.cfg
+        held = held_of(problem, routes)
+        operands = given_to(held, kernels, routes)
         kernels.names = {panel.q_row: number_of(panel, problem, names) for panel in routes.panels}
-        rows = sum(panel.len_q for panel in routes.panels)
-        q = torch.randn(1, rows, problem.heads_q, problem.dim).bfloat16()
-        k = torch.randn(1, problem.batch * problem.len_k, problem.heads_kv, problem.dim).bfloat16()
-        partials = held.backward(Operands(q, q, k, k, q, torch.zeros(1, problem.heads_q, rows)))
-        assert torch.equal(partials.dq, q)
+        partials = held.backward(operands)
+        assert torch.equal(partials.dq, operands.q)
         by_rank.append(dict(zip(kernels.names.values(), partials.sums, strict=True)))
     sums = by_rank[0] | by_rank[1]
     scale = torch.tensor(problem.softmax_scale, dtype=torch.float32)
@@ -196,28 +201,54 @@ def test_sums_are_folded_as_in_one_process(name: str, kernels: Kernels) -> None:
         assert torch.equal(into.dk[0], (want[1] * scale).bfloat16())
 
 
+def held_of(problem: Problem, routes: Routes) -> Sm90Held:
+    sm90 = backend.Sm90Backend(CPU)
+    held = sm90.held(Pack(problem, sm90.tile_shape, held=routes.panels), Options())
+    assert isinstance(held, Sm90Held)
+    return held
+
+
+def given_to(held: Sm90Held, kernels: Kernels, routes: Routes) -> Operands:
+    """Random operands of the panels. The kernels learn what the panels are."""
+    problem = held.pack.problem
+    run, kernels.made = held.launched
+    kernels.cfg = run.cfg
+    kernels.names = {panel.q_row: number for number, panel in enumerate(routes.panels)}
+    rows = sum(panel.len_q for panel in routes.panels)
+    q = torch.randn(1, rows, problem.heads_q, problem.dim).bfloat16()
+    k = torch.randn(1, problem.batch * problem.len_k, problem.heads_kv, problem.dim).bfloat16()
+    return Operands(q, q, k, k, q, torch.zeros(1, problem.heads_q, rows))
+
+
 def number_of(panel: Panel, problem: Problem, names: dict[Panel, int]) -> int:
     """The number of a held panel in the problem. Its keys and the number of its sequence say which it is."""
     (number,) = [n for p, n in names.items() if (p.sequence, p.len_q, p.len_k) == (panel.sequence, *panel[2:4])]
     return number
 
 
+FORWARDS = {
+    **PROBLEMS,
+    "softcap": replace(PROBLEMS["causal"], features=Features(softcap=2.0)),
+    "sinks": replace(PROBLEMS["documents"], features=Features(sinks=True)),
+    "sinks without keys": replace(PROBLEMS["more queries"], features=Features(sinks=True)),
+}
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("problem", FORWARDS.values(), ids=FORWARDS)
 def test_the_forward_of_a_rank_is_a_part_of_the_whole(problem: Problem, layout: str, kernels: Kernels) -> None:
     noise = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(problem.batch, length, heads, problem.dim, generator=noise).bfloat16()
         for length, heads in ((problem.len_q, problem.heads_q), *[(problem.len_k, problem.heads_kv)] * 2)
     )
-    out, lse = CpuBackend().forward(problem)(q, k, v)
+    extras = Extras(sinks=torch.linspace(-1.0, 3.0, problem.heads_q)) if problem.features.sinks else None
+    out, lse = CpuBackend().forward(problem)(q, k, v, extras)
     cut = Layout(layout, 2, problem.panels)
     for rank, routes in enumerate(held_by(problem, 2, layout)):
-        held = backend.Sm90Backend(CPU).held(
-            Pack(problem, backend.Sm90Backend(CPU).tile_shape, held=routes.panels), Options()
-        )
+        held = held_of(problem, routes)
         mine = torch.cat([torch.arange(*rows) for rows in cut.held(problem.len_q, rank)])
-        got, got_lse = held.forward(*(x.flatten(0, 1)[None] for x in (q[:, mine], k, v)))
+        got, got_lse = held.forward(*(x.flatten(0, 1)[None] for x in (q[:, mine], k, v)), extras)
         want, want_lse = out[:, mine].flatten(0, 1), lse[:, :, mine].transpose(0, 1).flatten(1)
         torch.testing.assert_close(got[0], want)
         torch.testing.assert_close(got_lse[0], want_lse)
@@ -247,10 +278,42 @@ def test_a_forward_that_looks_at_other_queries_is_refused(monkeypatch: pytest.Mo
         sm90.held(Pack(problem, sm90.tile_shape, held=problem.panel_list[:1]), Options())
 
 
-def test_features_are_refused() -> None:
-    problem = replace(PROBLEMS["causal"], features=Features(softcap=20.0))
-    with pytest.raises(NotImplementedError, match="on GPUs a rank computes panels without softcap"):
-        backend.Sm90Backend(CPU).held(Pack(problem, lambda _: TileShape(64, 128)), Options())
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_softcap_and_the_gradient_of_lse_reach_the_kernels(name: str, kernels: Kernels) -> None:
+    problem = replace(PROBLEMS[name], features=Features(softcap=20.0, sinks=True))
+    (routes, _), scale = held_by(problem, 2, "zigzag"), problem.softmax_scale
+    held = held_of(problem, routes)
+    operands = given_to(held, kernels, routes)
+    assert kernels.cfg.softcap and kernels.cfg.packed
+    sinks, dlse = torch.zeros(problem.heads_q), torch.randn(operands.lse.shape)
+    for extras in (None, Extras(sinks=sinks)):
+        held.backward(operands, extras)
+        assert kernels.prepared[-1][0] == "plain" and len(kernels.prepared[-1][1]) == 3
+    for gradient in (dlse, torch.ones(()).expand(dlse.shape)):
+        held.backward(operands, Extras(sinks=sinks, dlse=gradient))
+        kernel, (*_, lse, passed) = kernels.prepared[-1]
+        assert kernel == "prepare_dlse True" and passed.is_contiguous()
+        assert lse.shape == passed.shape and torch.equal(passed, gradient[0])
+    assert kernels.facts[:3] == pytest.approx((scale, 20.0 / math.log(2), scale / 20.0))
+
+
+REFUSED = [
+    (Features(dropout=0.1), r"dropout is 0\.1: on GPUs dash_attn has none"),
+    (Features(dim_v=64), "v has head dim 64, and q has 128: on GPUs dash_attn takes one head dim"),
+]
+
+
+@pytest.mark.parametrize(("features", "says"), REFUSED, ids=["dropout", "dim_v"])
+def test_features_are_refused(features: Features, says: str) -> None:
+    """By name. Another mode has no such features either, so the error does not send the caller there."""
+    problem, sm90 = replace(PROBLEMS["causal"], features=features), backend.Sm90Backend(CPU)
+    with pytest.raises(NotImplementedError, match=says):
+        sm90.held(Pack(problem, lambda _: TileShape(64, 128)), Options())
+    whole = Prepared(problem, "auto", Options(), sm90)
+    for axis in (Axis("", (0, 1), 0, 2), Axis("", (0,), 0, 2)):  # ranks that share tokens, and ranks that do not
+        with pytest.raises(NotImplementedError, match=says) as caught:
+            Tokens(whole, axis, Layout("zigzag", axis.size, 8)).require_panels()
+        assert "a2a" not in str(caught.value)
 
 
 def test_a_rank_without_queries_gives_nothing(kernels: Kernels) -> None:

@@ -199,5 +199,5 @@ def apart(posed: Posed, spot: Spot, group: Any, policy: str) -> list[Bits]:
     out, lse = context_parallel_attention(*leaves, **attend, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout)
     joined = [unshard(x, dim=dim, **how) for x in (out.detach(), *grads)]
-    results = (joined[0], unshard(lse, dim=-1, **how), *joined[1:])
+    results = (joined[0], unshard(lse.detach(), dim=-1, **how), *joined[1:])
     return posed.apart(tuple(x.unsqueeze(0) for x in results) if posed.packed else results)
