@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dash_attn.watching import fingerprint
 from dash_attn.watching.files import Values
+from dash_attn.watching.fingerprint import Share
 
 SIZE = 1024  # fingerprints in a buffer; a step takes as many buffers as it needs
 
@@ -46,18 +47,18 @@ class Slots:
     host: list[int] = field(default_factory=list)
     _open: dict[object, int] = field(default_factory=dict)
 
-    def add(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    def add(self, tensors: Sequence[Tensor], share: Share) -> list[tuple[int, int]]:
         """The places of the fingerprints of plain tensors of one device."""
         if len(tensors) == 1:
             number, buffer = self._buffer(tensors[0].device)
-            fingerprint.add(tensors, buffer.slots, buffer.used)
+            fingerprint.add(tensors, buffer.slots, buffer.used, share)
             buffer.used += 1
             return [(number, buffer.used - 1)]
         places = list[tuple[int, int]]()
         while len(places) < len(tensors):
             number, buffer = self._buffer(tensors[0].device)
             part = tensors[len(places) : len(places) + SIZE - buffer.used]
-            fingerprint.add(part, buffer.slots, buffer.used)
+            fingerprint.add(part, buffer.slots, buffer.used, share)
             places += [(number, buffer.used + i) for i in range(len(part))]
             buffer.used += len(part)
         return places

@@ -6,7 +6,7 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Row, Step, Writer, path_of
-from dash_attn.watching.fingerprint import plain
+from dash_attn.watching.files import Row, Step, Writer, form_of, path_of, share_of
+from dash_attn.watching.fingerprint import WHOLE, Share, plain
 from dash_attn.watching.slots import Slots
 
 PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
@@ -27,6 +27,7 @@ WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 PLAIN = (Tensor, nn.Parameter)
 Named = tuple[str, str, Tensor]  # module, name in it, tensor
 Place = tuple[int, int]
+MOST_PIECES = 1024  # for one that is read
 
 
 def watch(
@@ -36,6 +37,7 @@ def watch(
     to: str | PathLike[str],
     steps: Container[int] | None = None,
     depth: int | None = None,
+    share: float = 1 / 4,
 ) -> Watcher:
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
@@ -48,9 +50,13 @@ def watch(
     steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
                inside them. None means all modules. Parameters and their gradients are always recorded
+    share      how much of a large tensor that passes a module is read in a step, and of its gradient: 1 / n. Steps read
+               other pieces: n steps read all of them. Two runs read the same pieces in the same step. 1 reads
+               everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
+               always read whole
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    watcher = Watcher(unwrapped(model), Path(to), steps, depth)
+    watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
     try:
         for each in given:
             watcher.add_optimizer(each)
@@ -70,15 +76,17 @@ class _Seen:
     hooked: bool = False
 
 
-@dataclass
 class _Open:
     """The step that is being recorded."""
 
-    number: int
-    rows: list[tuple[str, str, str, str, Place]] = field(default_factory=list)
-    slots: Slots = field(default_factory=Slots)
-    seen: dict[int, _Seen] = field(default_factory=dict)
-    began: bool = False
+    def __init__(self, number: int, one_in: int) -> None:
+        self.number = number
+        self.share = Share.of_step(one_in, number)  # what is read of large tensors that pass modules
+        self.rows: list[tuple[str, str, str, str, Place]] = []
+        self.slots = Slots()
+        # A tensor may be read both ways. So a fingerprint never depends on what else the script has shown to `see`.
+        self.seen: dict[Share, dict[int, _Seen]] = {self.share: {}, WHOLE: {}}
+        self.began = False
 
     def step(self, before: tuple[_Open, Step] | None) -> Step:
         """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have
@@ -96,15 +104,17 @@ class _Open:
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None, one_in: int
+    ) -> None:
         self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[_Open] = deque()
         self._gradients: list[Named] = []
-        self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
-        self._open = _Open(0)
+        self._forms: dict[tuple[torch.dtype, torch.Size, int], str] = {}
+        self._one_in, self._open = one_in, _Open(0, one_in)
         self._written: tuple[_Open, Step] | None = None
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
@@ -117,7 +127,7 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
-        self._record("data", named("", value, name))
+        self._record("data", named("", value, name), WHOLE)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
@@ -130,7 +140,7 @@ class Watcher:
             done.slots.send()
             self._pending.append(done)
         done.seen.clear()
-        self._open, self._had_backward = _Open(done.number + 1), False
+        self._open, self._had_backward = _Open(done.number + 1, self._one_in), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
 
@@ -209,8 +219,9 @@ class Watcher:
 
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
-        self._record(phase, passed)
-        seen = self._open.seen
+        share = self._open.share
+        self._record(phase, passed, share)
+        seen = self._open.seen[share]
         for module, name, tensor in passed:
             if tensor.requires_grad and (entry := seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
@@ -218,13 +229,14 @@ class Watcher:
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
-        self._record("backward", named(module, gradient, name))
+        self._record("backward", named(module, gradient, name), self._open.share)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         if environment.distributed():  # a reduction may start to write to it as soon as this returns
-            self._gradient(module, name, parameter.grad)
+            self._had_backward = True
+            self._record("backward", named(module, parameter.grad, name), WHOLE)
             return
         if not self._gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -234,7 +246,7 @@ class Watcher:
         """The gradients of all parameters, in one launch."""
         self._had_backward, gradients = True, self._gradients
         self._gradients = []
-        self._record("backward", gradients)
+        self._record("backward", gradients, WHOLE)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
@@ -244,7 +256,7 @@ class Watcher:
         if not self._recording:
             return
         if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", self._state())
+            self._record("start", self._state(), WHOLE)
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
@@ -253,8 +265,9 @@ class Watcher:
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
         if environment.distributed():
-            self._open.seen.clear()  # a reduction writes to gradients, and their versions do not tell
-        self._record("reduce", [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")])
+            self._open.seen[WHOLE].clear()  # a reduction writes to gradients, and their versions do not tell
+        gradients = [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")]
+        self._record("reduce", gradients, WHOLE)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         state, scalars = list[Named](), dict[str, list[Tensor]]()
@@ -268,7 +281,7 @@ class Watcher:
                     state += named(module, value, f"{key} of {name}")
         state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
         last = optimizer is self._optimizers[-1]
-        self._record("update", [*(self._state() if last else ()), *state])
+        self._record("update", [*(self._state() if last else ()), *state], WHOLE)
         if last:
             self.end_step()
 
@@ -278,31 +291,31 @@ class Watcher:
     def _recording(self) -> bool:
         return (self._steps is None or self._open.number in self._steps) and not captures()
 
-    def _record(self, phase: str, tensors: Sequence[Named]) -> None:
+    def _record(self, phase: str, tensors: Sequence[Named], share: Share) -> None:
         """Append a row for each tensor. A tensor that this step has already read is not read again."""
         if not tensors or not self._recording:
             return
-        step = self._open
-        fresh = [tensor for _, _, tensor in tensors if known(step.seen, tensor) is None]
-        places = self._places(fresh)
+        step, seen = self._open, self._open.seen[share]
+        fresh = [tensor for _, _, tensor in tensors if known(seen, tensor) is None]
+        places = self._places(fresh, share)
         if phase in PASSING:
             for tensor in fresh:
                 if not tensor.is_inference():
-                    step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
+                    seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
         for module, name, tensor in tensors:
-            place = places.get(id(tensor)) or step.seen[id(tensor)].place
-            step.rows.append((phase, module, name, self._form(tensor), place))
+            place = places.get(id(tensor)) or seen[id(tensor)].place
+            step.rows.append((phase, module, name, self._form(tensor, share), place))
 
-    def _places(self, fresh: list[Tensor]) -> dict[int, Place]:
+    def _places(self, fresh: list[Tensor], share: Share) -> dict[int, Place]:
         """Where the fingerprints of tensors go, by the id of the tensor. Tensors of one device take one launch."""
         add = self._open.slots.add
         if len(fresh) == 1:  # nearly always, so it is worth a line
-            return {id(fresh[0]): add([plain(fresh[0])])[0]}
+            return {id(fresh[0]): add([plain(fresh[0])], share)[0]}
         places, groups = dict[int, Place](), dict[torch.device, list[Tensor]]()
         for tensor in fresh:
             groups.setdefault(tensor.device, []).append(tensor)
         for group in groups.values():
-            places.update(zip(map(id, group), add([plain(tensor) for tensor in group]), strict=True))
+            places.update(zip(map(id, group), add([plain(tensor) for tensor in group], share), strict=True))
         return places
 
     def _write(self, done: _Open) -> None:
@@ -310,11 +323,12 @@ class Watcher:
         self._writer.step(step)
         self._written = done, step
 
-    def _form(self, tensor: Tensor) -> str:
-        key = tensor.dtype, tensor.shape
+    def _form(self, tensor: Tensor, share: Share) -> str:
+        key = tensor.dtype, tensor.shape, share.one_in
         form = self._forms.get(key)
         if form is None:
-            form = self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            whole = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            form = self._forms[key] = form_of(whole, share.of(tensor.nbytes).one_in)
         return form
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
@@ -338,6 +352,7 @@ class Watcher:
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
             "depth": self._depth,
+            "share": share_of(self._one_in),
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
@@ -346,6 +361,14 @@ class Watcher:
 
 
 # ---- tensors and names -------------------------------------------------------------------------------------
+
+
+def pieces_for_one(share: float) -> int:
+    """The n of a share 1 / n."""
+    count = round(1 / share) if 1 / (2 * MOST_PIECES) < share <= 1 else 0
+    if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
+        raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
+    return count
 
 
 def named(module: str, value: Any, name: str) -> list[Named]:
