@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,15 +16,11 @@ from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Row, Step, Writer, form_of, path_of, share_of
-from dash_attn.watching.fingerprint import WHOLE, Share, plain
-from dash_attn.watching.slots import Slots
+from dash_attn.watching.files import Step, Writer, path_of, share_of
+from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
 
-PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PLAIN = (Tensor, nn.Parameter)
-Named = tuple[str, str, Tensor]  # module, name in it, tensor
-Place = tuple[int, int]
 MOST_PIECES = 1024  # for one that is read
 
 
@@ -66,41 +60,6 @@ def watch(
     return watcher
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A tensor of this step: it is known again while it lives and nothing has been written to it."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    place: Place
-    hooked: bool = False
-
-
-class _Open:
-    """The step that is being recorded."""
-
-    def __init__(self, number: int, one_in: int) -> None:
-        self.number = number
-        self.share = Share.of_step(one_in, number)  # what is read of large tensors that pass modules
-        self.rows: list[tuple[str, str, str, str, Place]] = []
-        self.slots = Slots()
-        # A tensor may be read both ways. So a fingerprint never depends on what else the script has shown to `see`.
-        self.seen: dict[Share, dict[int, _Seen]] = {self.share: {}, WHOLE: {}}
-        self.began = False
-
-    def step(self, before: tuple[_Open, Step] | None) -> Step:
-        """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have
-        arrived."""
-        starts, forms = self.slots.starts(), dict[str, int]()
-        if before is not None and before[0].rows == self.rows and before[0].slots.starts() == starts:
-            return replace(before[1], number=self.number, values=self.slots.values())
-        rows = tuple(
-            Row(phase, module, tensor, forms.setdefault(form, len(forms)), starts[buffer] + place)
-            for phase, module, tensor, form, (buffer, place) in self.rows
-        )
-        return Step(self.number, rows, tuple(forms), self.slots.values())
-
-
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
@@ -111,11 +70,11 @@ class Watcher:
         self._writer = Writer(path_of(to, self._rank))
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
-        self._pending: deque[_Open] = deque()
+        self._pending: deque[OpenStep] = deque()
         self._gradients: list[Named] = []
-        self._forms: dict[tuple[torch.dtype, torch.Size, int], str] = {}
-        self._one_in, self._open = one_in, _Open(0, one_in)
-        self._written: tuple[_Open, Step] | None = None
+        self._one_in, self._texts = one_in, Texts()
+        self._open = OpenStep(0, one_in, self._texts)
+        self._written: tuple[OpenStep, Step] | None = None
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
         self._hook_modules()
@@ -127,7 +86,7 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
-        self._record("data", named("", value, name), WHOLE)
+        self._record("data", named("", value, name), self._open.whole)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
@@ -139,8 +98,8 @@ class Watcher:
                 self._describe()
             done.slots.send()
             self._pending.append(done)
-        done.seen.clear()
-        self._open, self._had_backward = _Open(done.number + 1, self._one_in), False
+        done.end()
+        self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
 
@@ -219,24 +178,23 @@ class Watcher:
 
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
-        share = self._open.share
-        self._record(phase, passed, share)
-        seen = self._open.seen[share]
+        reads = self._open.passing
+        self._record(phase, passed, reads)
         for module, name, tensor in passed:
-            if tensor.requires_grad and (entry := seen.get(id(tensor))) is not None and not entry.hooked:
+            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
                 tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
-        self._record("backward", named(module, gradient, name), self._open.share)
+        self._record("backward", named(module, gradient, name), self._open.passing)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
         if parameter.grad is None:
             return
         if environment.distributed():  # a reduction may start to write to it as soon as this returns
             self._had_backward = True
-            self._record("backward", named(module, parameter.grad, name), WHOLE)
+            self._record("backward", named(module, parameter.grad, name), self._open.whole)
             return
         if not self._gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -246,7 +204,7 @@ class Watcher:
         """The gradients of all parameters, in one launch."""
         self._had_backward, gradients = True, self._gradients
         self._gradients = []
-        self._record("backward", gradients, WHOLE)
+        self._record("backward", gradients, self._open.whole)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
@@ -256,18 +214,18 @@ class Watcher:
         if not self._recording:
             return
         if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", self._state(), WHOLE)
+            self._record("start", self._state(), self._open.whole)
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
-            self._open.rows.append(("random", "", name, "", self._open.slots.add_host(value)))
+            self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
         owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
         if environment.distributed():
-            self._open.seen[WHOLE].clear()  # a reduction writes to gradients, and their versions do not tell
+            self._open.whole.seen.clear()  # a reduction writes to gradients, and their versions do not tell
         gradients = [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")]
-        self._record("reduce", gradients, WHOLE)
+        self._record("reduce", gradients, self._open.whole)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         state, scalars = list[Named](), dict[str, list[Tensor]]()
@@ -281,7 +239,7 @@ class Watcher:
                     state += named(module, value, f"{key} of {name}")
         state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
         last = optimizer is self._optimizers[-1]
-        self._record("update", [*(self._state() if last else ()), *state], WHOLE)
+        self._record("update", [*(self._state() if last else ()), *state], self._open.whole)
         if last:
             self.end_step()
 
@@ -291,45 +249,14 @@ class Watcher:
     def _recording(self) -> bool:
         return (self._steps is None or self._open.number in self._steps) and not captures()
 
-    def _record(self, phase: str, tensors: Sequence[Named], share: Share) -> None:
-        """Append a row for each tensor. A tensor that this step has already read is not read again."""
-        if not tensors or not self._recording:
-            return
-        step, seen = self._open, self._open.seen[share]
-        fresh = [tensor for _, _, tensor in tensors if known(seen, tensor) is None]
-        places = self._places(fresh, share)
-        if phase in PASSING:
-            for tensor in fresh:
-                if not tensor.is_inference():
-                    seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
-        for module, name, tensor in tensors:
-            place = places.get(id(tensor)) or seen[id(tensor)].place
-            step.rows.append((phase, module, name, self._form(tensor, share), place))
+    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
+        if tensors and self._recording:
+            self._open.record(phase, tensors, reads)
 
-    def _places(self, fresh: list[Tensor], share: Share) -> dict[int, Place]:
-        """Where the fingerprints of tensors go, by the id of the tensor. Tensors of one device take one launch."""
-        add = self._open.slots.add
-        if len(fresh) == 1:  # nearly always, so it is worth a line
-            return {id(fresh[0]): add([plain(fresh[0])], share)[0]}
-        places, groups = dict[int, Place](), dict[torch.device, list[Tensor]]()
-        for tensor in fresh:
-            groups.setdefault(tensor.device, []).append(tensor)
-        for group in groups.values():
-            places.update(zip(map(id, group), add([plain(tensor) for tensor in group], share), strict=True))
-        return places
-
-    def _write(self, done: _Open) -> None:
+    def _write(self, done: OpenStep) -> None:
         step = done.step(self._written)
         self._writer.step(step)
         self._written = done, step
-
-    def _form(self, tensor: Tensor, share: Share) -> str:
-        key = tensor.dtype, tensor.shape, share.one_in
-        form = self._forms.get(key)
-        if form is None:
-            whole = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            form = self._forms[key] = form_of(whole, share.of(tensor.nbytes).one_in)
-        return form
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
         """The module of a parameter and its name in the module."""
@@ -399,13 +326,6 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def is_wrapper(value: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(value)
-
-
-def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
-    """The place of a tensor that the step has read, if it is the same tensor with the same values."""
-    entry = seen.get(id(tensor))
-    same = entry is not None and entry.tensor() is tensor and entry.version == tensor._version
-    return entry.place if entry is not None and same else None
 
 
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:
