@@ -21,6 +21,7 @@ from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PLAIN = (Tensor, nn.Parameter)
+STRIDED = torch.strided
 MOST_PIECES = 1024  # for one that is read
 
 
@@ -75,6 +76,7 @@ class Watcher:
         self._one_in, self._texts = one_in, Texts()
         self._open = OpenStep(0, one_in, self._texts)
         self._written: tuple[OpenStep, Step] | None = None
+        self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
         self._hook_modules()
@@ -190,25 +192,28 @@ class Watcher:
         self._record("backward", named(module, gradient, name), self._open.passing)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             return
-        if environment.distributed():  # a reduction may start to write to it as soon as this returns
+        if self._distributed:  # a reduction may start to write to it as soon as this returns
             self._had_backward = True
-            self._record("backward", named(module, parameter.grad, name), self._open.whole)
+            self._record("backward", named(module, gradient, name), self._open.whole)
             return
         if not self._gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._gradients += named(module, parameter.grad, name)
+        self._gradients.append((module, name, gradient))
 
     def _end_backward(self) -> None:
         """The gradients of all parameters, in one launch."""
         self._had_backward, gradients = True, self._gradients
         self._gradients = []
-        self._record("backward", gradients, self._open.whole)
+        flat = [each for module, name, gradient in gradients for each in named(module, gradient, name)]
+        self._record("backward", flat, self._open.whole)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
         self._gradients.clear()  # a backward that ended in an error has left them
+        self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
             self.end_step()
         if not self._recording:
@@ -221,23 +226,28 @@ class Watcher:
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
-        if environment.distributed():
+        if self._distributed:
             self._open.whole.seen.clear()  # a reduction writes to gradients, and their versions do not tell
-        gradients = [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")]
+        gradients = list[Named]()
+        for parameter in parameters_of(optimizer):
+            module, name = self._owner(parameter)
+            gradients += named(module, parameter.grad, f"gradient of {name}")
         self._record("reduce", gradients, self._open.whole)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        state, scalars = list[Named](), dict[str, list[Tensor]]()
+        state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     # One for each parameter, as Adam's counter of steps: together they are one tensor.
-                    scalars.setdefault(f"{key} {value.dtype} {value.device}", []).append(value.detach().reshape(()))
+                    scalars.setdefault((key, value.dtype, value.device), []).append(
+                        value if value.dim() == 0 else value.reshape(())
+                    )
                 else:
                     state += named(module, value, f"{key} of {name}")
-        state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
+        with torch.no_grad():
+            state += [("", f"{key} of all parameters", torch.stack(each)) for (key, *_), each in scalars.items()]
         last = optimizer is self._optimizers[-1]
         self._record("update", [*(self._state() if last else ()), *state], self._open.whole)
         if last:
@@ -299,9 +309,11 @@ def pieces_for_one(share: float) -> int:
 
 
 def named(module: str, value: Any, name: str) -> list[Named]:
-    if type(value) is tuple and len(value) == 1:
+    kind = type(value)
+    if kind is tuple and len(value) == 1:
         (value,) = value
-    if type(value) in PLAIN and value.layout is torch.strided and not value.is_meta and not value.is_nested:
+        kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is STRIDED and not (value.is_meta or value.is_nested):
         return [(module, name, value)]
     return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
 
