@@ -105,18 +105,24 @@ def add(tensors: Sequence[Tensor], slots: Tensor, first: int, share: Share = WHO
 
 
 def _add(tensors: Sequence[Tensor], slot: int, share: Share, device: int) -> None:
-    # Words are read as words, two at a time, so a tensor must begin at a multiple of 16 bytes. Copies stay alive
-    # until everything is launched: torch reuses their memory in the order of the stream.
-    tensors = [tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone() for tensor in tensors]
-    listed = tuple(numbers(tensor, share) for tensor in tensors)
     if len(tensors) <= FEW:
-        for place, row in enumerate(listed):
+        for tensor in tensors:
+            even = _even(tensor)
+            row = numbers(even, share)
             if blocks := _blocks(row):
-                _launch(_one, device, blocks, (*row, slot + 8 * place))
+                _launch(_one, device, blocks, (*row, slot))
+            slot += 8
         return
-    rows, blocks_of = _tables(listed, torch.cuda.current_stream())
+    # Copies stay alive until everything is launched: torch reuses their memory in the order of the stream.
+    tensors = [_even(tensor) for tensor in tensors]
+    rows, blocks_of = _tables(tuple(numbers(tensor, share) for tensor in tensors), torch.cuda.current_stream())
     if len(blocks_of):
         _launch(_many, device, len(blocks_of), (rows.data_ptr(), blocks_of.data_ptr(), slot))
+
+
+def _even(tensor: Tensor) -> Tensor:
+    """A tensor that begins at a multiple of 16 bytes: words are read as words, two at a time."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
 
 
 def numbers(tensor: Tensor, share: Share) -> Numbers:
