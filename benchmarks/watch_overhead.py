@@ -1,13 +1,18 @@
 """How much longer a training step takes with `dash_attn.watch`, on a GPU. Also checks that watching never waits.
 
-python benchmarks/watch_overhead.py [--layers 12] [--width 768] [--batch 16] [--length 1024] [--depth 2] [--rounds 20]
+python benchmarks/watch_overhead.py [--layers 12] [--width 768] [--batch 16] [--length 1024] [--rounds 20]
+python benchmarks/watch_overhead.py [--depth 2] [--share 1]
+python benchmarks/watch_overhead.py --host
 
 The GPT has bytes as tokens, as that of examples/train_gpt_twice.py; `--tokens 50304` gives it the vocabulary of GPT-2.
 Plain and watched steps alternate in one process. A round times a few steps between two synchronisations. The row has
 the median and the 20th and 80th percentile of a step in ms, without and with watching, and how much longer a watched
-step takes. Without --depth all modules are watched: then every activation and every gradient is read once more. The row
-also has the number of tensors that a watched step reads, and their bytes: reading them takes at least the time that the
-memory of the GPU needs for these bytes.
+step takes. Without --depth all modules are watched. Of large activations and of their gradients a fourth is read;
+--share 1 reads all of them. The row also has the number of tensors that a watched step reads, and the bytes that it
+reads: reading them takes at least the time that the memory of the GPU needs for these bytes.
+
+--host measures the Python code of the hooks alone, on a CPU: tensors are small, and fingerprints are not computed. The
+row has the microseconds for each tensor that a step reads.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dash_attn
+from dash_attn.watching import fingerprint
 from dash_attn.watching.files import Step, load_run
 
 HEAD_DIM = 64
@@ -121,14 +127,16 @@ def no_waiting(device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def measure(size: Size, depth: int | None = None, rounds: int = 20, device: str = "cuda") -> dict[str, Any]:
+def measure(
+    size: Size, depth: int | None = None, share: float = 1 / 4, rounds: int = 20, device: str = "cuda"
+) -> dict[str, Any]:
     training = Training(size, device)
     plain, watched = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds + 1):
             plain.append(training.timed())
             to = f"{folder}/{number}"
-            with dash_attn.watch(training.model, optimizer=training.optimizer, to=to, depth=depth):
+            with dash_attn.watch(training.model, optimizer=training.optimizer, to=to, depth=depth, share=share):
                 training.steps(1)  # the first step compiles kernels and takes memory
                 with no_waiting(device):
                     training.steps(1)
@@ -138,6 +146,7 @@ def measure(size: Size, depth: int | None = None, rounds: int = 20, device: str 
     return {
         **asdict(size),
         "depth": depth,
+        "share": share,
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
         "gpu": torch.cuda.get_device_name() if device == "cuda" else "none",
         "torch": torch.__version__,
@@ -151,13 +160,27 @@ def measure(size: Size, depth: int | None = None, rounds: int = 20, device: str 
 
 
 def tensors_read(step: Step) -> list[int]:
-    """The bytes of each tensor that a step read. A row without a form is a value of the host."""
+    """The bytes that a step read of each tensor. A row without a form is a value of the host."""
     forms = {row.place: step.form(row) for row in step.rows if step.form(row)}
     sizes = []
     for form in forms.values():
-        dtype, _, shape = form.partition(" ")
-        sizes.append(getattr(torch, dtype).itemsize * math.prod(json.loads(shape)))
+        whole, _, share = form.partition(", 1/")
+        dtype, _, shape = whole.partition(" ")
+        size = getattr(torch, dtype).itemsize * math.prod(json.loads(shape))
+        sizes.append(size // int(share.removesuffix(" read") or 1))
     return sizes
+
+
+def measure_host(rounds: int) -> dict[str, Any]:
+    """Microseconds of the host for each tensor, with nothing in the place of the kernels."""
+    add, fingerprint.add = fingerprint.add, lambda *_: None
+    torch.set_num_threads(1)
+    try:
+        row = measure(Size(width=64, batch=1, length=8), rounds=rounds, device="cpu")
+    finally:
+        fingerprint.add = add
+    longer = row["watched_ms"]["median"] - row["plain_ms"]["median"]
+    return {**row, "us_for_a_tensor": longer * 1e3 / row["tensors"]}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -170,10 +193,15 @@ def main() -> None:
     for name, value in (*asdict(Size()).items(), ("rounds", 20)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--depth", type=int, help="watch modules as deep as this; without it all modules")
+    parser.add_argument(
+        "--share", type=float, default=1 / 4, help="part of large activations to read; 1 reads them whole"
+    )
+    parser.add_argument("--host", action="store_true", help="measure the Python code of the hooks alone, on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = vars(parser.parse_args())
-    how = {name: given.pop(name) for name in ("depth", "rounds", "device")}
-    print(json.dumps(measure(Size(**given), **how), indent=1))
+    how = {name: given.pop(name) for name in ("depth", "share", "rounds", "device")}
+    row = measure_host(how["rounds"]) if given.pop("host") else measure(Size(**given), **how)
+    print(json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ PASSES = ("data", "forward", "recompute")  # phases whose rows are inputs and ou
 class Difference:
     """The first row that differs, and its number in the step.
 
-    `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs. `generators` are random states that
-    differ, with the step in which they first do.
+    `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs as far as they were read.
+    `generators` are random states that differ, with the step in which they first do. If `share` is not 1, this step has
+    read only this share of some tensors before the difference, and an earlier operation may be the one that differs.
     """
 
     rank: int
@@ -35,6 +36,17 @@ class Difference:
     inputs: tuple[str, ...]
     steps_equal: int
     generators: tuple[tuple[str, int], ...] = ()
+    share: str = "1"
+
+    @property
+    def is_sure(self) -> bool:
+        """Was everything before the difference read whole?"""
+        return self.share == "1"
+
+    @property
+    def to_be_sure(self) -> range:
+        """The steps to record once more, with whole tensors."""
+        return range(max(0, self.step - 1), self.step + 1)
 
     @property
     def direction(self) -> str:
@@ -64,6 +76,10 @@ def first_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference | N
     if len(depths) > 1:
         several = " and ".join(sorted(map(str, depths)))
         raise ValueError(f"modules are recorded to different depths ({several}): record both runs with one depth")
+    shares = {record.share for record in (*a, *b)}
+    if len(shares) > 1:
+        several = " and ".join(sorted(shares, reverse=True))
+        raise ValueError(f"different shares of large tensors are read ({several}): record both runs with one share")
     partings = [each for pair in zip(a, b, strict=True) if (each := _first(*pair)) is not None]
     return min(partings, key=lambda each: (each.step, each.index), default=None)
 
@@ -121,7 +137,9 @@ def _first(a: Record, b: Record) -> Difference | None:
         else:
             continue
         difference = _difference(a.rank, one, two, index, count)
-        return replace(difference, generators=tuple(_generators(a, b, difference)))
+        parts = not all(step.is_whole(row) for step in (one, two) for row in step.rows[:index])
+        generators = tuple(_generators(a, b, difference))
+        return replace(difference, generators=generators, share=a.share if parts else "1")
     return None
 
 

@@ -6,7 +6,8 @@ A file is a signature and frames. A frame has a kind, a size and a checksum, the
     L   a layout, as compressed JSON: the rows of a step, each `[phase, module, tensor, form, place]`
     S   a step: its number, the number of its layout, its forms as JSON (dtypes and shapes), and 64-bit values
 
-`form` and `place` of a row are places in the forms and the values of a step. Most steps have the layout of the step
+`form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a share
+was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. Most steps have the layout of the step
 before, also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are
 appended, and a run that was killed leaves a file whose last frame may be cut off.
 """
@@ -33,6 +34,7 @@ MOST_FRAME = 1 << 26
 MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
 
 PHASES = frozenset({"start", "random", "data", "forward", "recompute", "backward", "reduce", "update"})
+READ = " read"  # the end of the form of a tensor of which a share was read
 Values = npt.NDArray[np.uint64]
 Environment = dict[str, Any]
 
@@ -62,6 +64,20 @@ class Step:
     def form(self, row: Row) -> str:
         return self.forms[row.form]
 
+    def is_whole(self, row: Row) -> bool:
+        """Was every byte of the tensor read?"""
+        return not self.form(row).endswith(READ)
+
+
+def share_of(one_in: int) -> str:
+    """A share as it stands in a file."""
+    return "1" if one_in == 1 else f"1/{one_in}"
+
+
+def form_of(whole: str, one_in: int) -> str:
+    """The form of a tensor, with the share of it that is read."""
+    return whole if one_in == 1 else f"{whole}, {share_of(one_in)}{READ}"
+
 
 @dataclass(frozen=True, eq=False)
 class Record:
@@ -71,6 +87,11 @@ class Record:
     environment: Environment
     steps: dict[int, Step]
     complete: bool
+
+    @property
+    def share(self) -> str:
+        """How much of large tensors that pass modules is read in a step."""
+        return str(self.environment.get("share", "1"))
 
 
 class Writer:

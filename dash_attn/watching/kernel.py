@@ -1,4 +1,4 @@
-"""The fingerprint as a Triton kernel: one pass over the bytes of a tensor, for CUDA devices."""
+"""The fingerprint as a Triton kernel: one pass over the pieces of a tensor that are read, for CUDA devices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from dash_attn.watching import fingerprint
+from dash_attn.watching.fingerprint import WHOLE, Share
 
 BLOCK = 4096  # words that one program reads
 WARPS = 8
+Numbers = tuple[int, int, int, int]  # address, size, one_in and turn of a tensor
 FEW = 8  # up to this number each tensor has a launch of its own, which needs no table
 # Not parameters of the kernels, so that a compiled kernel takes plain numbers only.
-STEP, FIRST, SECOND, WORDS = (
-    tl.constexpr(value) for value in (fingerprint.STEP, fingerprint.FIRST, fingerprint.SECOND, BLOCK)
+STEP, FIRST, SECOND, THIRD, FOURTH = (
+    tl.constexpr(value)
+    for value in (fingerprint.STEP, fingerprint.FIRST, fingerprint.SECOND, fingerprint.THIRD, fingerprint.FOURTH)
 )
+PIECE, GROUPS = tl.constexpr(fingerprint.PIECE), tl.constexpr(BLOCK // fingerprint.PIECE)
 
 
 @triton.jit
@@ -32,98 +36,125 @@ def _mixed(words, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block(address, size, number, slot):  # type: ignore[no-untyped-def]
+def _chosen(group, one_in, turn):  # type: ignore[no-untyped-def]
+    """The number of the piece that is read of a group. The turn is less than `one_in`."""
+    mixed = group.to(tl.uint32)
+    mixed = (mixed ^ (mixed >> 16)) * THIRD
+    mixed = (mixed ^ (mixed >> 13)) * FOURTH
+    mixed = mixed ^ (mixed >> 16)
+    at = (mixed.to(tl.int64) * one_in >> 32) + turn  # a remainder would take longer
+    return group * one_in + tl.where(at >= one_in, at - one_in, at)
+
+
+@triton.jit
+def _block(address, size, one_in, turn, number, slot):  # type: ignore[no-untyped-def]
     """Adds the sum over block `number` of the `size` bytes at `address` to the word at the address `slot`."""
     whole = size // 8
     number = number.to(tl.int64)
-    place = number * WORDS + tl.arange(0, WORDS)
+    piece = _chosen(number * GROUPS + tl.arange(0, GROUPS), one_in, turn)
+    # A piece is a row, which a warp loads at once, 16 bytes a thread. No other byte of the group is loaded.
+    place = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     pointers = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16) + place
-    if (number + 1) * WORDS <= whole:  # without a mask, a thread loads 16 bytes at once
+    if (number + 1) * (GROUPS * PIECE) * one_in <= whole:  # without a mask, a thread loads 16 bytes at once
         total = tl.sum(_mixed(tl.load(pointers), place).to(tl.int64))
-    else:
+    else:  # the last block
         inside = place < whole
         words = tl.load(pointers, mask=inside, other=0)
         total = tl.sum(tl.where(inside, _mixed(words, place), 0).to(tl.int64))
-        if size % 8 != 0:
+        last = whole // PIECE
+        if (size % 8 != 0) & (last == _chosen(last // one_in, one_in, turn)):
             lane = tl.arange(0, 8)
             at = whole * 8 + lane
-            last = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0).to(tl.int64)
-            word = tl.sum(last << (8 * lane.to(tl.int64)))
+            behind = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0).to(tl.int64)
+            word = tl.sum(behind << (8 * lane.to(tl.int64)))
             total += _mixed(word.to(tl.uint64), whole).to(tl.int64)
     tl.atomic_add(slot.to(tl.pointer_type(tl.int64)), total, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["size", "slot"])
-def _one(address: tl.int64, size: tl.int64, slot: tl.int64):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["size", "one_in", "turn", "slot"])
+def _one(address: tl.int64, size: tl.int64, one_in: tl.int64, turn: tl.int64, slot: tl.int64):  # type: ignore[no-untyped-def]
     # From the end: the last bytes of a new tensor are still in the L2 cache, and its first bytes are there afterwards,
     # for the operation that reads the tensor next.
     number = tl.num_programs(0) - 1 - tl.program_id(0)
-    _block(address, size, number, slot)
+    _block(address, size, one_in, turn, number, slot)
 
 
 @triton.jit(do_not_specialize=["tensors", "blocks", "slot"])
 def _many(tensors: tl.int64, blocks: tl.int64, slot: tl.int64):  # type: ignore[no-untyped-def]
-    """`tensors` has rows of address and size, `blocks` has rows of tensor and number of the block in it."""
+    """`tensors` has rows of address, size and share, `blocks` has rows of tensor and number of the block in it."""
     row = blocks.to(tl.pointer_type(tl.int64)) + 2 * tl.program_id(0).to(tl.int64)
     tensor = tl.load(row)
     number = tl.load(row + 1)
-    at = tensors.to(tl.pointer_type(tl.int64)) + 2 * tensor
+    at = tensors.to(tl.pointer_type(tl.int64)) + 4 * tensor
     # Addresses in the table are multiples of 16, which the compiler cannot see.
-    _block(tl.multiple_of(tl.load(at), 16), tl.load(at + 1), number, slot + 8 * tensor)
+    address = tl.multiple_of(tl.load(at), 16)
+    _block(address, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), number, slot + 8 * tensor)
 
 
 _compiled: dict[tuple[int, int], Any] = {}  # by the id of a kernel, whose hash takes long, and the device
 
 
-def add(tensors: Sequence[Tensor], slots: Tensor, first: int) -> None:
+def add(tensors: Sequence[Tensor], slots: Tensor, first: int, share: Share = WHOLE) -> None:
     """Add the fingerprints of plain tensors on the device of `slots` to it, from place `first` on."""
     device = slots.get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            _add(tensors, slots, first, device)
+            _add(tensors, slots.data_ptr() + 8 * first, share, device)
     else:
-        _add(tensors, slots, first, device)
+        _add(tensors, slots.data_ptr() + 8 * first, share, device)
 
 
-def _add(tensors: Sequence[Tensor], slots: Tensor, first: int, device: int) -> None:
-    # Words are read as words, two at a time, so a tensor must begin at a multiple of 16 bytes. Copies stay alive
-    # until everything is launched: torch reuses their memory in the order of the stream.
-    tensors = [tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone() for tensor in tensors]
-    slot = slots.data_ptr() + 8 * first
+def _add(tensors: Sequence[Tensor], slot: int, share: Share, device: int) -> None:
     if len(tensors) <= FEW:
-        for place, tensor in enumerate(tensors):
-            if size := tensor.nbytes:
-                _launch(_one, device, _blocks(size), (tensor.data_ptr(), size, slot + 8 * place))
+        for tensor in tensors:
+            even = _even(tensor)
+            row = numbers(even, share)
+            if blocks := _blocks(row):
+                _launch(_one, device, blocks, (*row, slot))
+            slot += 8
         return
-    listed = tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
-    addresses, blocks = _tables(listed, torch.cuda.current_stream())
-    if len(blocks):
-        _launch(_many, device, len(blocks), (addresses.data_ptr(), blocks.data_ptr(), slot))
+    # Copies stay alive until everything is launched: torch reuses their memory in the order of the stream.
+    tensors = [_even(tensor) for tensor in tensors]
+    rows, blocks_of = _tables(tuple(numbers(tensor, share) for tensor in tensors), torch.cuda.current_stream())
+    if len(blocks_of):
+        _launch(_many, device, len(blocks_of), (rows.data_ptr(), blocks_of.data_ptr(), slot))
 
 
-def _launch(kernel: Any, device: int, blocks: int, numbers: tuple[int, ...]) -> None:
+def _even(tensor: Tensor) -> Tensor:
+    """A tensor that begins at a multiple of 16 bytes: words are read as words, two at a time."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
+
+
+def numbers(tensor: Tensor, share: Share) -> Numbers:
+    """What a kernel needs to know of a tensor."""
+    size = tensor.nbytes
+    return tensor.data_ptr(), size, *share.of(size)
+
+
+def _launch(kernel: Any, device: int, blocks: int, given: tuple[int, ...]) -> None:
     """Triton looks at all arguments of every call to choose a kernel. Here every call takes the same one."""
     compiled = _compiled.get((id(kernel), device))
     if compiled is None:
-        _compiled[id(kernel), device] = kernel[(blocks,)](*numbers, num_warps=WARPS)
+        _compiled[id(kernel), device] = kernel[(blocks,)](*given, num_warps=WARPS)
     else:
-        compiled[blocks, 1, 1](*numbers)
+        compiled[blocks, 1, 1](*given, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 @lru_cache(maxsize=16)  # parameters and optimizer state stay where they are from step to step
-def _tables(listed: tuple[tuple[int, int], ...], stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
+def _tables(listed: tuple[Numbers, ...], stream: torch.cuda.Stream) -> tuple[Tensor, Tensor]:
     """The tables of `_many` on a device, for use on one stream."""
-    addresses, blocks = (table.pin_memory().to(stream.device, non_blocking=True) for table in rows(listed))
-    return addresses, blocks
+    rows, blocks = (table.pin_memory().to(stream.device, non_blocking=True) for table in tables(listed))
+    return rows, blocks
 
 
-def rows(listed: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """The tables of `_many` for addresses and sizes."""
-    counts = np.array([_blocks(size) for _, size in listed])
+def tables(listed: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
+    """The tables of `_many`."""
+    counts = np.array([_blocks(row) for row in listed])
     tensor = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
     return torch.tensor(listed, dtype=torch.int64), torch.from_numpy(np.stack([tensor, number], 1))
 
 
-def _blocks(size: int) -> int:
-    return -(-size // (8 * BLOCK))
+def _blocks(row: Numbers) -> int:
+    _, size, one_in, _ = row
+    return -(-size // (8 * BLOCK * one_in))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dash_attn.watching import fingerprint
 from dash_attn.watching.files import Values
+from dash_attn.watching.fingerprint import Share
 
 SIZE = 1024  # fingerprints in a buffer; a step takes as many buffers as it needs
 
@@ -40,32 +41,39 @@ class Buffer:
 
 @dataclass
 class Slots:
-    """The fingerprints of one step. A place is the number of a buffer and a place in it."""
+    """The fingerprints of one step. A place is `SIZE` times the number of a buffer, and a place in the buffer. The
+    places of values that the host has are negative."""
 
     buffers: list[Buffer] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     _open: dict[object, int] = field(default_factory=dict)
 
-    def add(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    def add_one(self, tensor: Tensor, share: Share) -> int:
+        """The place of the fingerprint of a plain tensor."""
+        number = self._buffer(tensor)
+        buffer = self.buffers[number]
+        used = buffer.used
+        fingerprint.add((tensor,), buffer.slots, used, share)
+        buffer.used = used + 1
+        return number * SIZE + used
+
+    def add(self, tensors: Sequence[Tensor], share: Share) -> list[int]:
         """The places of the fingerprints of plain tensors of one device."""
-        if len(tensors) == 1:
-            number, buffer = self._buffer(tensors[0].device)
-            fingerprint.add(tensors, buffer.slots, buffer.used)
-            buffer.used += 1
-            return [(number, buffer.used - 1)]
-        places = list[tuple[int, int]]()
+        places = list[int]()
         while len(places) < len(tensors):
-            number, buffer = self._buffer(tensors[0].device)
+            number = self._buffer(tensors[0])
+            buffer = self.buffers[number]
             part = tensors[len(places) : len(places) + SIZE - buffer.used]
-            fingerprint.add(part, buffer.slots, buffer.used)
-            places += [(number, buffer.used + i) for i in range(len(part))]
+            fingerprint.add(part, buffer.slots, buffer.used, share)
+            first = number * SIZE + buffer.used
+            places += range(first, first + len(part))
             buffer.used += len(part)
         return places
 
-    def add_host(self, value: int) -> tuple[int, int]:
+    def add_host(self, value: int) -> int:
         """The place of a value that the host already has."""
         self.host.append(value % 2**64)
-        return -1, len(self.host) - 1
+        return -len(self.host)
 
     def send(self) -> None:
         for buffer in self.buffers:
@@ -83,13 +91,26 @@ class Slots:
         """The place of the first value of each buffer in `values`, and of the host's values, last."""
         return [0, *accumulate(buffer.used for buffer in self.buffers)]
 
+    def flat(self, places: Sequence[int]) -> list[int]:
+        """Places in `values`."""
+        starts = self.starts()
+        return [starts[-1] - place - 1 if place < 0 else starts[place // SIZE] + place % SIZE for place in places]
+
     def values(self) -> Values:
         return np.concatenate([*(buffer.values() for buffer in self.buffers), np.array(self.host, np.uint64)])
 
-    def _buffer(self, device: torch.device) -> tuple[int, Buffer]:
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        number = self._open.get(stream or device, -1)
+    def _buffer(self, tensor: Tensor) -> int:
+        """The number of a buffer for a tensor, on the current stream of its device."""
+        device = tensor.get_device()  # the number of a GPU
+        # A number for a stream: to make an object for it takes longer than all else here.
+        key = (device, _raw_stream(device)) if tensor.is_cuda else tensor.device
+        number = self._open.get(key, -1)
         if number < 0 or self.buffers[number].used == SIZE:
-            number = self._open[stream or device] = len(self.buffers)
-            self.buffers.append(Buffer(torch.zeros(SIZE, dtype=torch.int64, device=device), stream))
-        return number, self.buffers[number]
+            number = self._open[key] = len(self.buffers)
+            stream = torch.cuda.current_stream(device) if tensor.is_cuda else None
+            self.buffers.append(Buffer(torch.zeros(SIZE, dtype=torch.int64, device=tensor.device), stream))
+        return number
+
+
+def _raw_stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)

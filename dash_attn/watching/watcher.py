@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -18,15 +16,13 @@ from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Row, Step, Writer, path_of
-from dash_attn.watching.fingerprint import plain
-from dash_attn.watching.slots import Slots
+from dash_attn.watching.files import Step, Writer, path_of, share_of
+from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
 
-PASSING = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PLAIN = (Tensor, nn.Parameter)
-Named = tuple[str, str, Tensor]  # module, name in it, tensor
-Place = tuple[int, int]
+STRIDED = torch.strided
+MOST_PIECES = 1024  # for one that is read
 
 
 def watch(
@@ -36,6 +32,7 @@ def watch(
     to: str | PathLike[str],
     steps: Container[int] | None = None,
     depth: int | None = None,
+    share: float = 1 / 4,
 ) -> Watcher:
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
@@ -48,9 +45,13 @@ def watch(
     steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
                inside them. None means all modules. Parameters and their gradients are always recorded
+    share      how much of a large tensor that passes a module is read in a step, and of its gradient: 1 / n. Steps read
+               other pieces: n steps read all of them. Two runs read the same pieces in the same step. 1 reads
+               everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
+               always read whole
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    watcher = Watcher(unwrapped(model), Path(to), steps, depth)
+    watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
     try:
         for each in given:
             watcher.add_optimizer(each)
@@ -60,52 +61,22 @@ def watch(
     return watcher
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A tensor of this step: it is known again while it lives and nothing has been written to it."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    place: Place
-    hooked: bool = False
-
-
-@dataclass
-class _Open:
-    """The step that is being recorded."""
-
-    number: int
-    rows: list[tuple[str, str, str, str, Place]] = field(default_factory=list)
-    slots: Slots = field(default_factory=Slots)
-    seen: dict[int, _Seen] = field(default_factory=dict)
-    began: bool = False
-
-    def step(self, before: tuple[_Open, Step] | None) -> Step:
-        """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have
-        arrived."""
-        starts, forms = self.slots.starts(), dict[str, int]()
-        if before is not None and before[0].rows == self.rows and before[0].slots.starts() == starts:
-            return replace(before[1], number=self.number, values=self.slots.values())
-        rows = tuple(
-            Row(phase, module, tensor, forms.setdefault(form, len(forms)), starts[buffer] + place)
-            for phase, module, tensor, form, (buffer, place) in self.rows
-        )
-        return Step(self.number, rows, tuple(forms), self.slots.values())
-
-
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None) -> None:
+    def __init__(
+        self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None, one_in: int
+    ) -> None:
         self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
-        self._pending: deque[_Open] = deque()
+        self._pending: deque[OpenStep] = deque()
         self._gradients: list[Named] = []
-        self._forms: dict[tuple[torch.dtype, torch.Size], str] = {}
-        self._open = _Open(0)
-        self._written: tuple[_Open, Step] | None = None
+        self._one_in, self._texts = one_in, Texts()
+        self._open = OpenStep(0, one_in, self._texts)
+        self._written: tuple[OpenStep, Step] | None = None
+        self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = self._described = False
         self._inside = 0
         self._hook_modules()
@@ -117,7 +88,7 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
-        self._record("data", named("", value, name))
+        self._record("data", named("", value, name), self._open.whole)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
@@ -129,8 +100,8 @@ class Watcher:
                 self._describe()
             done.slots.send()
             self._pending.append(done)
-        done.seen.clear()
-        self._open, self._had_backward = _Open(done.number + 1), False
+        done.end()
+        self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
 
@@ -209,66 +180,76 @@ class Watcher:
 
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
-        self._record(phase, passed)
-        seen = self._open.seen
+        reads = self._open.passing
+        self._record(phase, passed, reads)
         for module, name, tensor in passed:
-            if tensor.requires_grad and (entry := seen.get(id(tensor))) is not None and not entry.hooked:
+            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
                 tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
-        self._record("backward", named(module, gradient, name))
+        self._record("backward", named(module, gradient, name), self._open.passing)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             return
-        if environment.distributed():  # a reduction may start to write to it as soon as this returns
-            self._gradient(module, name, parameter.grad)
+        if self._distributed:  # a reduction may start to write to it as soon as this returns
+            self._had_backward = True
+            self._record("backward", named(module, gradient, name), self._open.whole)
             return
         if not self._gradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._gradients += named(module, parameter.grad, name)
+        self._gradients.append((module, name, gradient))
 
     def _end_backward(self) -> None:
         """The gradients of all parameters, in one launch."""
         self._had_backward, gradients = True, self._gradients
         self._gradients = []
-        self._record("backward", gradients)
+        flat = [each for module, name, gradient in gradients for each in named(module, gradient, name)]
+        self._record("backward", flat, self._open.whole)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
         self._gradients.clear()  # a backward that ended in an error has left them
+        self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
             self.end_step()
         if not self._recording:
             return
         if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", self._state())
+            self._record("start", self._state(), self._open.whole)
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
-            self._open.rows.append(("random", "", name, "", self._open.slots.add_host(value)))
+            self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        owned = [(*self._owner(parameter), parameter.grad) for parameter in parameters_of(optimizer)]
-        if environment.distributed():
-            self._open.seen.clear()  # a reduction writes to gradients, and their versions do not tell
-        self._record("reduce", [each for at, name, grad in owned for each in named(at, grad, f"gradient of {name}")])
+        if self._distributed:
+            self._open.whole.seen.clear()  # a reduction writes to gradients, and their versions do not tell
+        gradients = list[Named]()
+        for parameter in parameters_of(optimizer):
+            module, name = self._owner(parameter)
+            gradients += named(module, parameter.grad, f"gradient of {name}")
+        self._record("reduce", gradients, self._open.whole)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        state, scalars = list[Named](), dict[str, list[Tensor]]()
+        state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.numel() == 1:
                     # One for each parameter, as Adam's counter of steps: together they are one tensor.
-                    scalars.setdefault(f"{key} {value.dtype} {value.device}", []).append(value.detach().reshape(()))
+                    scalars.setdefault((key, value.dtype, value.device), []).append(
+                        value if value.dim() == 0 else value.reshape(())
+                    )
                 else:
                     state += named(module, value, f"{key} of {name}")
-        state += [("", f"{key.split()[0]} of all parameters", torch.stack(each)) for key, each in scalars.items()]
+        with torch.no_grad():
+            state += [("", f"{key} of all parameters", torch.stack(each)) for (key, *_), each in scalars.items()]
         last = optimizer is self._optimizers[-1]
-        self._record("update", [*(self._state() if last else ()), *state])
+        self._record("update", [*(self._state() if last else ()), *state], self._open.whole)
         if last:
             self.end_step()
 
@@ -278,44 +259,14 @@ class Watcher:
     def _recording(self) -> bool:
         return (self._steps is None or self._open.number in self._steps) and not captures()
 
-    def _record(self, phase: str, tensors: Sequence[Named]) -> None:
-        """Append a row for each tensor. A tensor that this step has already read is not read again."""
-        if not tensors or not self._recording:
-            return
-        step = self._open
-        fresh = [tensor for _, _, tensor in tensors if known(step.seen, tensor) is None]
-        places = self._places(fresh)
-        if phase in PASSING:
-            for tensor in fresh:
-                if not tensor.is_inference():
-                    step.seen[id(tensor)] = _Seen(weakref.ref(tensor), tensor._version, places[id(tensor)])
-        for module, name, tensor in tensors:
-            place = places.get(id(tensor)) or step.seen[id(tensor)].place
-            step.rows.append((phase, module, name, self._form(tensor), place))
+    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
+        if tensors and self._recording:
+            self._open.record(phase, tensors, reads)
 
-    def _places(self, fresh: list[Tensor]) -> dict[int, Place]:
-        """Where the fingerprints of tensors go, by the id of the tensor. Tensors of one device take one launch."""
-        add = self._open.slots.add
-        if len(fresh) == 1:  # nearly always, so it is worth a line
-            return {id(fresh[0]): add([plain(fresh[0])])[0]}
-        places, groups = dict[int, Place](), dict[torch.device, list[Tensor]]()
-        for tensor in fresh:
-            groups.setdefault(tensor.device, []).append(tensor)
-        for group in groups.values():
-            places.update(zip(map(id, group), add([plain(tensor) for tensor in group]), strict=True))
-        return places
-
-    def _write(self, done: _Open) -> None:
+    def _write(self, done: OpenStep) -> None:
         step = done.step(self._written)
         self._writer.step(step)
         self._written = done, step
-
-    def _form(self, tensor: Tensor) -> str:
-        key = tensor.dtype, tensor.shape
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        return form
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
         """The module of a parameter and its name in the module."""
@@ -338,6 +289,7 @@ class Watcher:
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
             "depth": self._depth,
+            "share": share_of(self._one_in),
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
@@ -348,10 +300,20 @@ class Watcher:
 # ---- tensors and names -------------------------------------------------------------------------------------
 
 
+def pieces_for_one(share: float) -> int:
+    """The n of a share 1 / n."""
+    count = round(1 / share) if 1 / (2 * MOST_PIECES) < share <= 1 else 0
+    if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
+        raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
+    return count
+
+
 def named(module: str, value: Any, name: str) -> list[Named]:
-    if type(value) is tuple and len(value) == 1:
+    kind = type(value)
+    if kind is tuple and len(value) == 1:
         (value,) = value
-    if type(value) in PLAIN and value.layout is torch.strided and not value.is_meta and not value.is_nested:
+        kind = type(value)
+    if (kind is Tensor or kind is nn.Parameter) and value.layout is STRIDED and not (value.is_meta or value.is_nested):
         return [(module, name, value)]
     return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
 
@@ -376,13 +338,6 @@ def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def is_wrapper(value: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(value)
-
-
-def known(seen: Mapping[int, _Seen], tensor: Tensor) -> Place | None:
-    """The place of a tensor that the step has read, if it is the same tensor with the same values."""
-    entry = seen.get(id(tensor))
-    same = entry is not None and entry.tensor() is tensor and entry.version == tensor._version
-    return entry.place if entry is not None and same else None
 
 
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:

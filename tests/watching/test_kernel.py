@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from dash_attn.watching.fingerprint import fingerprint
+from dash_attn.watching.fingerprint import LARGE, WHOLE, Share, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="not installed: triton")
 def test_the_kernels_compute_the_fingerprint() -> None:
-    """Whole blocks, a last block, bytes behind the last word; each tensor with a launch of its own, and all in one."""
+    """Whole blocks, a last block, bytes behind the last word, shares; a launch for each tensor, and one for all."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.watching.test_kernel"],
         cwd=ROOT,
@@ -37,15 +38,29 @@ def main() -> None:
     block = 8 * kernel.BLOCK
     sizes = (1, 7, 8, 9, block - 8, block - 1, block, block + 3, 2 * block, 2 * block + 17)
     tensors = [torch.randint(256, (size,)).to(torch.uint8) for size in sizes]
+    check(tensors, [WHOLE] * len(tensors))
+    large = [
+        torch.randint(256, (LARGE + size,)).to(torch.uint8) for size in (-1, 0, 3, 511, 512 * 7 + 9, 3 * block + 5)
+    ]
+    for one_in, turn in ((2, 1), (3, 0), (4, 0), (4, 3)):
+        check(large, [Share(one_in, turn)] * len(large))
+    check(large[1:5], [Share(4, turn) for turn in range(4)])
+
+
+def check(tensors: list[Tensor], shares: list[Share]) -> None:
+    """Each tensor with its share, in a launch of its own and with all others in one."""
+    from dash_attn.watching import kernel
+
     assert all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-    want = [fingerprint(tensor) for tensor in tensors]
-    alone, together = torch.zeros(len(sizes), dtype=torch.int64), torch.zeros(len(sizes), dtype=torch.int64)
-    for place, tensor in enumerate(tensors):
-        numbers = (tensor.data_ptr(), tensor.nbytes, alone.data_ptr() + 8 * place)
-        kernel._one[(kernel._blocks(tensor.nbytes),)](*numbers)
+    pairs = list(zip(tensors, shares, strict=True))
+    want = [fingerprint(tensor, share) for tensor, share in pairs]
+    listed = [kernel.numbers(tensor, share) for tensor, share in pairs]
+    alone, together = (torch.zeros(len(tensors), dtype=torch.int64) for _ in range(2))
+    for place, row in enumerate(listed):
+        kernel._one[(kernel._blocks(row),)](*row, alone.data_ptr() + 8 * place)
     assert [value % 2**64 for value in alone.tolist()] == want
-    addresses, blocks = kernel.rows(tuple((tensor.data_ptr(), tensor.nbytes) for tensor in tensors))
-    kernel._many[(len(blocks),)](addresses.data_ptr(), blocks.data_ptr(), together.data_ptr())
+    rows, blocks = kernel.tables(listed)
+    kernel._many[(len(blocks),)](rows.data_ptr(), blocks.data_ptr(), together.data_ptr())
     assert [value % 2**64 for value in together.tolist()] == want
 
 

@@ -12,16 +12,24 @@ from dash_attn.watching.watcher import Watcher, watch
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
-    """Records a training: `Trainer(..., callbacks=[WatchCallback("folder")])`."""
+    """Records a training: `Trainer(..., callbacks=[WatchCallback("folder")])`. The options are those of `watch`."""
 
-    def __init__(self, to: str | PathLike[str], steps: Container[int] | None = None) -> None:
-        self._to, self._steps = to, steps
+    def __init__(
+        self,
+        to: str | PathLike[str],
+        steps: Container[int] | None = None,
+        depth: int | None = None,
+        share: float = 1 / 4,
+    ) -> None:
+        self._to, self._steps, self._depth, self._share = to, steps, depth, share
         self._watcher: Watcher | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         # accelerate wraps the optimizer, and does not call hooks of the wrapper.
         optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-        self._watcher = watch(given["model"], optimizer=optimizer, to=self._to, steps=self._steps)
+        self._watcher = watch(
+            given["model"], optimizer=optimizer, to=self._to, steps=self._steps, depth=self._depth, share=self._share
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._watcher is not None:

@@ -35,11 +35,17 @@ def watch_command(
     depth: Annotated[
         int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
     ] = None,
+    share: Annotated[
+        float, Option("--share", help="part of large activations to read in a step: 1, 0.5, 0.25 or another 1/n")
+    ] = 0.25,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
+    from dash_attn.watching.watcher import pieces_for_one
+
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
-    scripted, before = Scripted(to, steps_of(steps), depth), (sys.argv, sys.path[0])
+    pieces_for_one(share)  # a mistake of the caller is told before the script runs
+    scripted, before = Scripted(to, steps=steps_of(steps), depth=depth, share=share), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
         with scripted:
@@ -65,8 +71,8 @@ def steps_of(text: str) -> range:
 class Scripted:
     """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer."""
 
-    def __init__(self, to: Path, steps: range, depth: int | None) -> None:
-        self.to, self.steps, self.depth = to, steps, depth
+    def __init__(self, to: Path, **options: Any) -> None:
+        self.to, self.options = to, options
         self.watcher: Watcher | None = None
 
     def __enter__(self) -> Scripted:
@@ -96,7 +102,7 @@ class Scripted:
         elif self.watcher is not None:
             typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
         elif (model := owner(optimizer)) is not None:
-            self.watcher = watch(model, optimizer=optimizer, to=self.to, steps=self.steps, depth=self.depth)
+            self.watcher = watch(model, optimizer=optimizer, to=self.to, **self.options)
 
 
 def owner(optimizer: Optimizer) -> nn.Module | None:
@@ -126,10 +132,16 @@ class Answer:
 
         return min(len(common_steps(*pair)) for pair in zip(self.a, self.b, strict=True))
 
+    @property
+    def share(self) -> str:
+        """The share that was read of some tensor, or 1 if all were read whole."""
+        parts = any(not step.is_whole(row) for record in self.a for step in record.steps.values() for row in step.rows)
+        return self.a[0].share if parts else "1"
+
     def facts(self) -> dict[str, Any]:
         first = self.difference
         if first is None:
-            return {"same": True, "steps": self.steps, "ranks": len(self.a)}
+            return {"same": True, "steps": self.steps, "ranks": len(self.a), "share": self.share}
         return {
             "same": False,
             "steps": self.steps,
@@ -141,6 +153,7 @@ class Answer:
             "tensor": first.tensor,
             "operation": first.operation,
             "equal_inputs": list(first.inputs),
+            "share": first.share,
             "topic": first.topic,
             "causes": [asdict(cause) for cause in self.causes],
         }
@@ -195,6 +208,8 @@ def tell(answer: Answer) -> None:
     if first is None:
         rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
         typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
+        if answer.share != "1":
+            typer.echo(f"A step read {answer.share} of each large tensor that passes a module.")
         return
     rank = f" of rank {first.rank}" if len(answer.a) > 1 else ""
     kind = answer.a[0].environment.get("modules", {}).get(first.row.module)
@@ -212,9 +227,20 @@ def tell(answer: Answer) -> None:
     if first.other_form not in ("", first.form):
         lines.insert(3, f"  in the other run  {first.other_form}")
     if first.inputs:
-        lines.append(f"  its inputs        equal: {', '.join(first.inputs)}")
+        read = "" if first.is_sure else " in the part that was read"
+        lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
         drawn = ", or the random numbers that it draws" if first.generators else ""
-        lines.append(f"                    So the operation itself differs{drawn}.")
+        lines.append(
+            f"                    So the operation itself differs{drawn}{'' if first.is_sure else ', most likely'}."
+        )
+    if not first.is_sure:
+        again = first.to_be_sure
+        lines += [
+            f"  to be sure        A step read {first.share} of each large tensor that passes a module. The rest of an",
+            "                    earlier tensor may differ. Record both runs again, with whole tensors:",
+            f"                    steps=range({again.start}, {again.stop}), share=1, or"
+            f" --steps {again.start}:{again.stop} --share 1",
+        ]
     lines += ["", "Usual causes (! if the records show it):"]
     for cause in answer.causes:
         lines.append(f"  {'!' if cause.seen else '-'} {cause.name}: {cause.evidence}")

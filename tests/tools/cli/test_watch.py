@@ -87,7 +87,7 @@ def test_equal_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     code, out, _ = diff(capsys, folder / "a", folder / "b")
     assert code == 0 and out.startswith("no difference in 4 steps")
     code, out, _ = diff(capsys, folder / "a", folder / "b", "--json")
-    assert (code, json.loads(out)) == (0, {"same": True, "steps": 4, "ranks": 1})
+    assert (code, json.loads(out)) == (0, {"same": True, "steps": 4, "ranks": 1, "share": "1"})
 
 
 def test_the_first_difference_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,3 +143,56 @@ def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
     script.write_text("print(1)", encoding="utf-8")
     done = watched(script, to="r")
     assert done.code == 2 and "made no optimizer" in done.err and done.err.count("\n") == 1
+
+
+LARGE = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    hidden = model[1](model[0](torch.randn(2048, 256)))
+    scale = torch.ones(2048, 1)
+    if step == 1:
+        scale[int(sys.argv[1])] = 1.5
+    model[2](hidden * scale).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_share_of_large_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is said about inputs that were read in part. The runs differ in one row of an activation."""
+    script = tmp_path / "train.py"
+    script.write_text(LARGE, encoding="utf-8")
+    for to, row, *options in (
+        ("a", "5"),
+        ("b", "5"),
+        ("other", "6"),
+        ("whole", "5", "--share", "1"),
+        ("sure", "6", "--share", "1", "--steps", "0:2"),
+    ):
+        assert watched(script, *options, "--", row, to=to).code == 0
+    code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "b")
+    assert code == 0 and "A step read 1/4 of each large tensor" in out
+    code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "b", "--json")
+    assert json.loads(out)["share"] == "1/4"
+
+    code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "other")
+    assert code == 1 and "equal in the part that was read: input of 2" in out and "differs, most likely." in out
+    assert "Record both runs again, with whole tensors:" in out
+    assert "steps=range(0, 2), share=1, or --steps 0:2 --share 1" in out
+
+    code, out, _ = diff(capsys, tmp_path / "whole", tmp_path / "sure")
+    assert code == 1 and "input of 2 (Linear): float32 [2048, 256]\n" in out
+    assert "part that was read" not in out and "to be sure" not in out
+
+    code, _, err = diff(capsys, tmp_path / "a", tmp_path / "whole")
+    assert (
+        code == 1 and "different shares of large tensors are read (1/4 and 1): record both runs with one share" in err
+    )
+    done = watched(script, "--share", "0.3", "--", "5", to="none")
+    assert done.code == 2 and "share=0.3: give 1, or 1 / n" in done.err and done.err.count("\n") == 1

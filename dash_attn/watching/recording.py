@@ -1,0 +1,149 @@
+"""The step that is being recorded: its rows, and the tensors that it has read.
+
+Hooks run while the GPU waits for the host, so this code is short on purpose: a row is three entries in lists, and
+whatever is the same in every step is made once. Few new objects also mean few collections of garbage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dash_attn.watching.files import Row, Step, form_of
+from dash_attn.watching.fingerprint import WHOLE, Share, plain
+from dash_attn.watching.slots import Slots
+
+REMEMBERED = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
+Named = tuple[str, str, Tensor]  # module, name in it, tensor
+Name = tuple[str, str, str]  # phase, module, name in it
+
+
+class Seen(weakref.ref[Tensor]):
+    """A tensor of this step: it is known again while it lives and nothing has been written to it."""
+
+    __slots__ = ("hooked", "place", "version")
+    version: int
+    place: int
+    hooked: bool
+
+
+class Reads:
+    """The tensors that a step has read with one share, by id."""
+
+    __slots__ = ("seen", "share")
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.seen: dict[int, Seen] = {}
+
+    def known(self, tensor: Tensor) -> Seen | None:
+        """The entry of a tensor that was read and has the same values."""
+        entry = self.seen.get(id(tensor))
+        if entry is not None and entry() is tensor and entry.version == tensor._version:
+            return entry
+        return None
+
+    def remember(self, tensor: Tensor, place: int) -> None:
+        if not tensor.is_inference():  # such a tensor has no version
+            entry = self.seen[id(tensor)] = Seen(tensor)
+            entry.version, entry.place, entry.hooked = tensor._version, place, False
+
+
+class Texts:
+    """Names and forms, made once for all steps."""
+
+    def __init__(self) -> None:
+        self.names: dict[Name, Name] = {}
+        self._forms: dict[tuple[torch.dtype, torch.Size, int], str] = {}
+
+    def form(self, tensor: Tensor, share: Share) -> str:
+        key = tensor.dtype, tensor.shape, share.one_in
+        form = self._forms.get(key)
+        if form is None:
+            whole = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            form = self._forms[key] = form_of(whole, share.of(tensor.nbytes).one_in)
+        return form
+
+
+class OpenStep:
+    """Rows, forms and places are lists of one length."""
+
+    def __init__(self, number: int, one_in: int, texts: Texts) -> None:
+        self.number, self._texts = number, texts
+        self.rows, self.forms, self.places = list[Name](), list[str](), list[int]()
+        self.slots = Slots()
+        # A tensor may be read both ways. So a fingerprint never depends on what else the script has shown to `see`.
+        self.whole = Reads(WHOLE)
+        share = Share.of_step(one_in, number)
+        self.passing = self.whole if share == WHOLE else Reads(share)  # tensors that pass modules
+        self.began = False
+
+    def record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
+        """Append a row for each tensor. A tensor that this step has already read is not read again."""
+        if len(tensors) == 1:  # nearly always, so it has a shorter way
+            (_, _, tensor) = tensors[0]
+            entry = reads.known(tensor)
+            if entry is not None:
+                self.places.append(entry.place)
+            else:
+                place = self.slots.add_one(plain(tensor), reads.share)
+                self.places.append(place)
+                if phase in REMEMBERED:
+                    reads.remember(tensor, place)
+        else:
+            self._read(tensors, reads, phase in REMEMBERED)
+        names, form, share = self._texts.names, self._texts.form, reads.share
+        for module, name, tensor in tensors:
+            row = phase, module, name
+            self.rows.append(names.setdefault(row, row))
+            self.forms.append(form(tensor, share))
+
+    def record_host(self, phase: str, name: str, value: int) -> None:
+        """Append a row for a value that the host has."""
+        self.rows.append((phase, "", name))
+        self.forms.append("")
+        self.places.append(self.slots.add_host(value))
+
+    def _read(self, tensors: Sequence[Named], reads: Reads, remember: bool) -> None:
+        """Append the places of fingerprints. Tensors of one device take one launch."""
+        known, seen = reads.known, reads.seen
+        fresh = {id(tensor): tensor for _, _, tensor in tensors if known(tensor) is None}
+        groups = dict[torch.device, list[Tensor]]()
+        for tensor in fresh.values():
+            groups.setdefault(tensor.device, []).append(tensor)
+        places = dict[int, int]()
+        for group in groups.values():
+            places.update(
+                zip(map(id, group), self.slots.add([plain(each) for each in group], reads.share), strict=True)
+            )
+        for _, _, tensor in tensors:
+            key = id(tensor)
+            self.places.append(places[key] if key in places else seen[key].place)
+        if remember:
+            for key, tensor in fresh.items():
+                reads.remember(tensor, places[key])
+
+    def step(self, before: tuple[OpenStep, Step] | None) -> Step:
+        """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have
+        arrived."""
+        if before is not None and self._is_like(before[0]):
+            return replace(before[1], number=self.number, values=self.slots.values())
+        places, forms = self.slots.flat(self.places), dict[str, int]()
+        rows = tuple(
+            Row(*name, forms.setdefault(form, len(forms)), place)
+            for name, form, place in zip(self.rows, self.forms, places, strict=True)
+        )
+        return Step(self.number, rows, tuple(forms), self.slots.values())
+
+    def _is_like(self, other: OpenStep) -> bool:
+        same = self.rows == other.rows and self.forms == other.forms and self.places == other.places
+        return same and self.slots.starts() == other.slots.starts()
+
+    def end(self) -> None:
+        """Forget the tensors."""
+        for reads in (self.whole, self.passing):
+            reads.seen.clear()
