@@ -7,7 +7,7 @@ python benchmarks/watch_overhead.py --host
 The GPT has bytes as tokens, as that of examples/train_gpt_twice.py; `--tokens 50304` gives it the vocabulary of GPT-2.
 Plain and watched steps alternate in one process. A round times a few steps between two synchronisations. The row has
 the median and the 20th and 80th percentile of a step in ms, without and with watching, and how much longer a watched
-step takes. Without --depth all modules are watched. Of large activations and of their gradients a fourth is read;
+step takes. Without --depth all modules are watched. Of large activations and of their gradients a sixteenth is read;
 --share 1 reads all of them. The row also has the number of tensors that a watched step reads, and the bytes that it
 reads: reading them takes at least the time that the memory of the GPU needs for these bytes.
 
@@ -36,6 +36,7 @@ from torch.nn import functional as F
 import dash_attn
 from dash_attn.watching import fingerprint
 from dash_attn.watching.files import Step, load_run
+from dash_attn.watching.watcher import SHARE
 
 HEAD_DIM = 64
 STEPS, WARM = 5, 3  # of a round
@@ -128,7 +129,7 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 def measure(
-    size: Size, depth: int | None = None, share: float = 1 / 4, rounds: int = 20, device: str = "cuda"
+    size: Size, depth: int | None = None, share: float = SHARE, rounds: int = 20, device: str = "cuda"
 ) -> dict[str, Any]:
     training = Training(size, device)
     plain, watched = list[float](), list[float]()
@@ -194,7 +195,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--depth", type=int, help="watch modules as deep as this; without it all modules")
     parser.add_argument(
-        "--share", type=float, default=1 / 4, help="part of large activations to read; 1 reads them whole"
+        "--share", type=float, default=SHARE, help="part of large activations to read; 1 reads them whole"
     )
     parser.add_argument("--host", action="store_true", help="measure the Python code of the hooks alone, on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from dash_attn.watching import fingerprint as by_torch
 from dash_attn.watching.difference import first_difference
 from dash_attn.watching.files import Record, load_run
 from dash_attn.watching.fingerprint import LARGE, Share, fingerprint, has_triton
+from dash_attn.watching.watcher import SHARE
 from tests.watching.small import GPT, loss_of
 from tests.watching.test_fingerprint import DTYPES, some
 
@@ -103,7 +105,7 @@ def fa4_default(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def run(to: Path, second: Attend, stream: torch.cuda.Stream | None = None, share: float = 1 / 4) -> list[Record]:
+def run(to: Path, second: Attend, stream: torch.cuda.Stream | None = None, share: float = SHARE) -> list[Record]:
     """Two steps of a GPT of three blocks. The attention of the block in the middle is given."""
     torch.manual_seed(0)
     model = GPT(layers=3, width=1024, heads=16).cuda().bfloat16()
@@ -195,10 +197,9 @@ def test_overhead(depth: int | None) -> None:
 
     The batch is large enough for the GPU to be slower than the host, whose speed differs from machine to machine.
     """
-    spec = importlib.util.spec_from_file_location("watch_overhead", BENCHMARK)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for the names of their fields' types
-    spec.loader.exec_module(module)
-    row = module.measure(module.Size(batch=32), depth=depth, rounds=5)
+    command = [sys.executable, str(BENCHMARK), "--batch", "32", "--rounds", "5"]
+    command += [] if depth is None else ["--depth", str(depth)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = json.loads(done.stdout)
     assert row["overhead"] < 0.05, row

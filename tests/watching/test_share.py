@@ -28,7 +28,7 @@ def test_a_share_of_large_activations(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, weights = torch.randn(512, 512), [model[1].weight.detach().clone()]
     outputs, gradients = list[Tensor](), list[Tensor]()
-    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path) as watcher:
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path, share=1 / 4) as watcher:
         for _ in range(4):
             watcher.see("the batch", x)
             outputs.append(model(x).detach())
@@ -118,7 +118,7 @@ def test_a_difference_after_tensors_that_were_read_in_part(tmp_path: Path) -> No
         return load_run(tmp_path / name)[0]
 
     parting, _ = difference(run("a", 1), run("b", 2))
-    assert (parting.step, parting.row.tensor, parting.share, parting.is_sure) == (2, "head", "1/4", False)
+    assert (parting.step, parting.row.tensor, parting.share, parting.is_sure) == (2, "head", "1/16", False)
     assert parting.to_be_sure == range(1, 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dash_attn.watching.watcher import Watcher, watch
+from dash_attn.watching.watcher import SHARE, Watcher, watch
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
@@ -19,7 +19,7 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
         to: str | PathLike[str],
         steps: Container[int] | None = None,
         depth: int | None = None,
-        share: float = 1 / 4,
+        share: float = SHARE,
     ) -> None:
         self._to, self._steps, self._depth, self._share = to, steps, depth, share
         self._watcher: Watcher | None = None

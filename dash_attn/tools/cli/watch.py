@@ -36,14 +36,16 @@ def watch_command(
         int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
     ] = None,
     share: Annotated[
-        float, Option("--share", help="part of large activations to read in a step: 1, 0.5, 0.25 or another 1/n")
-    ] = 0.25,
+        float | None,
+        Option("--share", help="part of large activations to read in a step: 1, 0.25 or another 1/n [default: 1/16]"),
+    ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
-    from dash_attn.watching.watcher import pieces_for_one
+    from dash_attn.watching.watcher import SHARE, pieces_for_one
 
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
+    share = SHARE if share is None else share
     pieces_for_one(share)  # a mistake of the caller is told before the script runs
     scripted, before = Scripted(to, steps=steps_of(steps), depth=depth, share=share), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)

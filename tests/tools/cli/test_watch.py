@@ -177,9 +177,9 @@ def test_a_share_of_large_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):
         assert watched(script, *options, "--", row, to=to).code == 0
     code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "b")
-    assert code == 0 and "A step read 1/4 of each large tensor" in out
+    assert code == 0 and "A step read 1/16 of each large tensor" in out
     code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "b", "--json")
-    assert json.loads(out)["share"] == "1/4"
+    assert json.loads(out)["share"] == "1/16"
 
     code, out, _ = diff(capsys, tmp_path / "a", tmp_path / "other")
     assert code == 1 and "equal in the part that was read: input of 2" in out and "differs, most likely." in out
@@ -192,7 +192,7 @@ def test_a_share_of_large_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     code, _, err = diff(capsys, tmp_path / "a", tmp_path / "whole")
     assert (
-        code == 1 and "different shares of large tensors are read (1/4 and 1): record both runs with one share" in err
+        code == 1 and "different shares of large tensors are read (1/16 and 1): record both runs with one share" in err
     )
     done = watched(script, "--share", "0.3", "--", "5", to="none")
     assert done.code == 2 and "share=0.3: give 1, or 1 / n" in done.err and done.err.count("\n") == 1
