@@ -1,8 +1,7 @@
 """The tables of docs/performance.md, made from the result files.
 
 ``python -m dash_attn.tools.bench.performance docs/performance.md benchmarks/results`` writes them anew: a table follows
-each comment ``<!-- table: NAME -->``. A whole section stands between ``<!-- section: NAME -->`` and ``<!-- end -->`` if
-there is a result of that suite, else nothing does.
+each comment ``<!-- table: NAME -->``.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ from dash_attn.tools.bench.report import (
     percent,
     price,
     speed,
+    step_times,
     tflops,
     times,
 )
 
 Results = Mapping[str, Result]  # by suite
 MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
+FEATURED = ("softcap", "sinks")  # how the names of the cases begin that are no models
 LONG = 8192  # tokens from which a single sequence counts as long
 
 
@@ -55,18 +56,22 @@ def headline(results: Results) -> TableText:
     few = results["few"]["rows"]
     last = [row for row in few if row["shape"]["len_q"] < row["shape"]["len_k"]]
     square = [row for row in few if row not in last]
+    featured = [row for row in results["models"]["rows"] if row["cell"].startswith(FEATURED)]
+    models = [row for row in results["models"]["rows"] if row not in featured]
     groups: list[tuple[str, list[Row], str]] = [
         (
             f"the paper's grid ({len(results['grid_close']['rows'])} shapes)",
             results["grid_close"]["rows"],
             "grid_close",
         ),
-        ("models", results["models"]["rows"], "models"),
-        ("long sequences (one of 8k to 64k tokens)", long, "length"),
+        ("models", models, "models"),
+        (f"softcap and sinks ({len(featured)} shapes)", featured, "models"),
+        ("long sequences (one of 8k to 128k tokens)", long, "length"),
         ("one short sequence (1k to 4k tokens)", short, "length"),
         (f"few key/value heads ({len(square)} shapes)", square, "few"),
         (f"queries after many keys ({len(last)} shapes)", last, "few"),
         (f"packed documents ({len(results['packed']['rows'])} packs)", results["packed"]["rows"], "packed"),
+        ("training steps with a new packing", results["step"]["rows"], "step"),
     ]
     lines = []
     for name, rows, suite in groups:
@@ -121,6 +126,12 @@ def packed(results: Results) -> TableText:
         line[1] = row["shape"]["mask"].rpartition("(")[2].rstrip(")")
         line.append(times(speed(row, "auto@group")))
     return [header[0], "documents", *header[2:], "ours / @group"], lines
+
+
+def step(results: Results) -> TableText:
+    header, lines = step_times(results["step"])
+    ratios = [times(speed(row, "fa4")) for row in results["step"]["rows"]]
+    return [*header, "ours/fa4"], [[*line, x] for line, x in zip(lines, ratios, strict=True)]
 
 
 def host(results: Results) -> TableText:
@@ -203,6 +214,7 @@ TABLES: dict[str, Callable[[Results], TableText]] = {
     "length": length,
     "few": few,
     "packed": packed,
+    "step": step,
     "host": host,
 }
 
