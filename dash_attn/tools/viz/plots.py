@@ -345,8 +345,8 @@ def finished(sheet: Sheet) -> Figure:
     order = sorted(handles, key=lambda name: (name != "ours", name in PARTS))
     across = 2 if theme.narrow else 5
     foot = 0.2 * -(-len(order) // across) + 0.12
-    turned = any(text.get_rotation() for ax in sheet.axes for text in ax.get_xticklabels())
-    below = 0.95 if turned else 0.45  # for the labels of the axis
+    turned = [len(text.get_text()) for ax in sheet.axes for text in ax.get_xticklabels() if text.get_rotation()]
+    below = max(0.95, 0.15 + 0.038 * max(turned)) if turned else 0.45  # for the labels of the axis
     down = len({ax.get_subplotspec().rowspan.start for ax in sheet.axes})  # type: ignore[union-attr]
     top = sheet.top + (0.3 if any(ax.get_title(loc="left") for ax in sheet.axes) else 0.05)
     high = top + down * sheet.panel + (down - 1) * (below + 0.35) + below + foot
