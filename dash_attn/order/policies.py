@@ -267,9 +267,11 @@ def cuts(tiling: Tiling) -> bool:
     """Whether `auto` orders each q head of a group by itself. Like `choose`, it looks at one sequence alone.
 
     With few keys a group has few chains, and each chain visits all q heads of the group. So workers would be idle. With
-    many keys whole groups are better: a group adds to dK and dV once, and its q heads find K and V in cache.
+    many keys whole groups are better: a group adds to dK and dV once, and its q heads find K and V in cache. Chains of
+    keys before the queries are equally long. If most chains are such, half as many keep the workers busy.
     """
-    return tiling.heads > 1 and tiling.num_kv < 2 * LONG
+    enough = LONG if 4 * prefix_of(tiling) >= 3 * tiling.num_kv else 2 * LONG
+    return tiling.heads > 1 and tiling.num_kv < enough
 
 
 def auto_width(tiling: Tiling) -> int:

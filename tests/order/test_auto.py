@@ -91,7 +91,9 @@ def test_what_auto_takes(group: int, tokens: int, mask: Mask, choice: str) -> No
     ("group", "len_q", "len_k", "choice"),
     [
         (1, 2048, 16384, "symmetric_shift:16"),
-        (4, 2048, 16384, "symmetric_shift:16@head"),
+        (4, 2048, 16256, "symmetric_shift:16@head"),
+        (4, 2048, 16384, "symmetric_shift:16"),  # 128 kv tiles or more, most of them before the queries: whole groups
+        (4, 4224, 16384, "symmetric_shift:32@head"),  # not most of them
         (4, 8192, 16384, "symmetric_shift:32@head"),
         (4, 2048, 65536, "symmetric_shift:16"),  # 256 kv tiles or more: whole groups
         (1, 512, 2048, "symmetric_shift:64"),  # 16 kv tiles: all of them are paired

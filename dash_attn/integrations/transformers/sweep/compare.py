@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -369,7 +370,8 @@ def _difference(ours: tuple[dict[str, Tensor], ...], theirs: tuple[dict[str, Ten
 def _judge(error: Exception) -> str:
     """Refused if the error is one of ours and says so; else a crash."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = frames and "dash_attn" in frames[-1].filename and "sweep" not in frames[-1].filename
+    raised = Path(frames[-1].filename) if frames else Path()
+    ours = "dash_attn" in raised.parts and raised.parent != Path(__file__).parent
     clear = isinstance(error, NotImplementedError | ValueError) and (ours or "attn_implementation" in str(error))
     return f"{'refused' if clear else 'crash'}: {_short(error)}"
 
