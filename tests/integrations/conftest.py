@@ -1,10 +1,24 @@
-"""What tests of models on a GPU share."""
+"""What tests of models share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """`dash` is registered, and torch has one thread: small models need no more."""
+    import torch
+
+    from dash_attn.integrations.transformers import register
+
+    register()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +10,11 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-from dash_attn.integrations.transformers import attention_forward, check, checking, register  # noqa: E402
+from dash_attn.integrations.transformers import attention_forward, check, checking  # noqa: E402
 from dash_attn.problem import intervals  # noqa: E402
 from tests.integrations.small import GROUPED, LENGTH, SMALL  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 MODELS: dict[str, dict[str, Any]] = {
     "GptOss": {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 7},
@@ -33,15 +34,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Llama": {**SMALL, "attention_dropout": 0.25},
 }
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small for more
-    yield
-    torch.set_num_threads(before)
 
 
 def build(name: str, implementation: str = "dash", **changes: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,12 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from dash_attn.api.arguments import wants_determinism
-from dash_attn.integrations.transformers import forward, register
+from dash_attn.integrations.transformers import forward
 from tests.integrations.families import EVERY_LAYOUT, FAMILIES, Setting, same_bits
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SETTING = Setting("cpu", torch.float32, length=36, head_dims={"others": 16, "ViT": 20})
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    register()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small for more
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("name", "layout"), EVERY_LAYOUT)
