@@ -16,7 +16,7 @@ from dash_attn.backends import Extras, Gradients, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sinks import sink_gradient
 from dash_attn.pack import Planned
-from dash_attn.prepare import prepare, prepare_panels
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, intervals_by_row, tiles, window
 from dash_attn.tiling import TileShape
 from dash_attn.tools.bench.operands import Exact, draw, draw_extras, exact
@@ -247,12 +247,6 @@ def test_a_row_without_keys_has_its_sink(value: float) -> None:
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
-
-
-def test_panels_of_context_parallel_are_refused() -> None:
-    problem = Problem(1, 2, 1, 96, 96, 16, "float32", None, CAUSAL, 2, Features(dim_v=8))
-    with pytest.raises(NotImplementedError, match="context parallel has no values with another head dim"):
-        prepare_panels(problem, problem.panel_list[:1], "auto", Options(), CPU)
 
 
 def test_sinks_and_seeds_are_not_forgotten() -> None:
