@@ -10,7 +10,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dash_attn.launch import compose
@@ -55,6 +55,7 @@ def check(tiling: Tiling, workers: int, compute: int, reduce: int) -> ExactResul
 @examples(120)
 @given(grids(4), st.integers(1, 5), st.integers(0, 4), st.integers(0, 3))
 def test_small_problems_are_solved(tiling: Tiling, workers: int, compute: int, reduce: int) -> None:
+    assume(np.count_nonzero(tiling.state) * tiling.problem.heads_q <= 24)  # of 32 tasks some take a minute
     assert check(tiling, workers, compute or 1, reduce).optimal
 
 
