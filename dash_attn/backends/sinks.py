@@ -1,4 +1,4 @@
-"""The gradient of the sinks: one sum over all rows, the same function for every device."""
+"""The gradient of the sinks by operations of torch: on CPUs, of calls without a kernel, and of the rows of a rank."""
 
 from __future__ import annotations
 
