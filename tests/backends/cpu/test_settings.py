@@ -152,6 +152,18 @@ def test_default_dtype_and_device(policy: str) -> None:
     assert software == CpuBackend().software()
 
 
+def test_a_torch_that_keeps_its_threads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OpenMP no function sets the number of threads of one thread only."""
+    monkeypatch.setattr("dash_attn.backends.cpu.threads.thread_local_setters", lambda: ())
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)  # a new thread begins with this number
+    try:
+        with pytest.raises(RuntimeError, match="needs a torch built with OpenMP"):
+            dash_attn.attention(*(torch.randn(1, 40, 2, 16) for _ in range(3)))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_inference_mode() -> None:
     drawn = draw(PROBLEM, CPU)
     first = step(PROBLEM, *drawn)
