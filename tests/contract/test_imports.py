@@ -13,7 +13,6 @@ from dash_attn.tools import EXTRA
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("numba", *EXTRA, "transformers", "scipy", "pandas", "cutlass", "tvm_ffi", "flash_attn", "triton")
 LIMIT = 0.15  # seconds that dash_attn may add to the import of torch
-TORCH = 1.5  # seconds that torch itself takes on a machine of usual speed
 
 LOADED = f"""
 import json, sys
@@ -36,12 +35,11 @@ print(json.dumps(seen))
 
 TIMED = """
 import time
-start = time.process_time()
 import torch
 before = time.process_time()
 import dash_attn
 dash_attn.attention
-print(time.process_time() - before, before - start)
+print(time.process_time() - before)
 """
 
 
@@ -55,9 +53,8 @@ def test_neither_an_import_nor_a_backward_loads_anything_heavy() -> None:
 
 
 def test_the_package_adds_little_to_the_import_of_torch() -> None:
-    fastest, torchs = map(min, zip(*(map(float, run(TIMED).split()) for _ in range(5)), strict=True))
-    # On a slow or busy machine both imports take longer.
-    assert fastest <= LIMIT * max(1.0, torchs / TORCH), f"{fastest:.3f} s of processor time, torch {torchs:.3f} s"
+    fastest = min(float(run(TIMED)) for _ in range(5))
+    assert fastest <= LIMIT, f"{fastest:.3f} s of processor time"
 
 
 def test_the_command_line_starts_without_torch() -> None:
