@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from dash_attn.api import attention, explain
+from dash_attn.api import attention
+from dash_attn.api.explain import explain
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

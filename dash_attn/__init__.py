@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 # Loaded on first use: torch alone takes seconds, and most of the package does without it.
 _HOME = {
-    **dict.fromkeys(("attention", "backward", "explain", "flash_attn_func", "flash_attn_varlen_func"), "dash_attn.api"),
+    **dict.fromkeys(("attention", "backward", "flash_attn_func", "flash_attn_varlen_func"), "dash_attn.api"),
+    "explain": "dash_attn.api.explain",
     **dict.fromkeys(("CAUSAL", "FULL", "Mask", "Problem"), "dash_attn.problem"),
     **dict.fromkeys(("documents", "intervals", "intervals_by_row", "tiles", "window"), "dash_attn.problem"),
     "from_block_mask": "dash_attn.integrations.flex",

@@ -7,16 +7,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from operator import index
-from typing import Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
 
+from dash_attn.api.border import check_order
 from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
-from dash_attn.order import POLICIES, parse
 from dash_attn.problem import FULL, PLAIN, Documents, Features, Mask, Problem, window
-from dash_attn.program import Program
+
+if TYPE_CHECKING:
+    from dash_attn.program import Program
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -105,8 +107,7 @@ def pose(q: Tensor, k: Tensor, mask: Mask, scale: float | None, panels: int, fea
 
 def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     """All checks that read no values of tensors. torch.compile can trace them."""
-    check_policy(asked.policy)
-    check_panels(asked.panels, asked.policy)
+    check_order(asked.policy, asked.panels)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
     check_tensor("q", q)
@@ -166,27 +167,6 @@ def check_lse(name: str, lse: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"{name} must be {layout} = {expected}, torch.float32, on {q.device}; "
             f"got {tuple(lse.shape)}, {lse.dtype}, on {lse.device}"
-        )
-
-
-def check_policy(policy: str | Program) -> None:
-    """The policy must have a known name, or be a program. Whether it fits is checked when the problem is ordered."""
-    if isinstance(policy, Program):
-        return
-    if not isinstance(policy, str) or parse(policy).policy not in ("auto", *POLICIES):
-        named = f"auto, {', '.join(POLICIES)}, or 'name:width', each with '@head' behind it or not, or auto@group"
-        raise ValueError(f"policy must be {named}, or a Program; got {policy!r}")
-
-
-def check_panels(panels: int, policy: str | Program) -> None:
-    """The panels must be a number, and the policy must order each of them by itself."""
-    if isinstance(panels, bool) or not isinstance(panels, int) or panels < 1:
-        raise ValueError(f"panels must be a whole number from 1, got {panels!r}")
-    named = None if isinstance(policy, Program) else POLICIES.get(parse(policy).policy)
-    if panels > 1 and named is not None and named.looks_at_batch:
-        raise ValueError(
-            f"panels={panels} orders each panel by itself, and policy {policy!r} looks at the whole batch: choose "
-            "another policy, or leave panels at 1"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ from dash_attn.api.arguments import (
     traced_boundaries,
     wants_determinism,
 )
+from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras, Operands, Options
-from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
-from dash_attn.program import Program
+
+if TYPE_CHECKING:
+    from dash_attn.prepare import Prepared
+    from dash_attn.program import Program
 
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
 
@@ -358,7 +361,7 @@ def plain_of(mask: Mask, asked: Arguments, with_lse: bool) -> Plain:
 
 
 def order_of(asked: Arguments) -> Order:
-    if isinstance(asked.policy, Program):
+    if not isinstance(asked.policy, str):  # checked before: it is a Program
         raise NotImplementedError(
             "policy is a program, which torch.compile, dispatch modes and tensor subclasses do not take: give the name "
             "of a policy, or call attention outside of them"

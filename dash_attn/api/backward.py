@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,13 +17,16 @@ from dash_attn.api.arguments import (
     problem_of,
     wants_determinism,
 )
+from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Extras, Gradients, Operands, Options
-from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Mask
-from dash_attn.program import Program
+
+if TYPE_CHECKING:
+    from dash_attn.prepare import Prepared
+    from dash_attn.program import Program
 
 
 def backward(

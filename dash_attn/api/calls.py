@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dash_attn.prepare import KEPT, Prepared
+if TYPE_CHECKING:
+    from dash_attn.prepare import Prepared
 
 Boundaries = Tensor | Sequence[int]
+
+KEPT = 256  # calls that are known again
 
 _seen: dict[object, Prepared] = {}
 _values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}

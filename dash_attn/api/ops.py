@@ -9,17 +9,20 @@ heads, dim). Packed sequences are (1, tokens, heads, dim) with cu_seqlens. The o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, wants_determinism, with_dim_of
+from dash_attn.api.border import prepare
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Extras, Operands, Options
 from dash_attn.backends.sinks import sink_gradient as summed
-from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Documents, Features, Mask, RowIntervals, TileMask
+
+if TYPE_CHECKING:
+    from dash_attn.prepare import Prepared
 
 SINKS = 18  # the place of `sinks` among the arguments of the backward
 

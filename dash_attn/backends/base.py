@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dash_attn.pack import Pack, Planned
-from dash_attn.problem import Problem
-from dash_attn.tiling import TileShape
+if TYPE_CHECKING:
+    from dash_attn.pack import Pack, Planned
+    from dash_attn.problem import Problem
+    from dash_attn.tiling import TileShape
 
 
 class Operands(NamedTuple):

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.api import attention, backward, explain, flash_attn_func, flash_attn_varlen_func
+from dash_attn.api import attention, backward, flash_attn_func, flash_attn_varlen_func
 from dash_attn.api.arguments import check_torch, wants_determinism
+from dash_attn.api.explain import explain
 from dash_attn.backends import backend_for
 from dash_attn.backends.sm90.alignment import aligned
 from dash_attn.backends.sm90.backend import config_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dash_attn.api import attention, backward, explain
+from dash_attn.api import attention, backward
+from dash_attn.api.explain import explain
 from dash_attn.backends import Options
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window

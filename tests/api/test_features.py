@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dash_attn.api import attention, backward, explain, flash_attn_varlen_func, ops
+from dash_attn.api import attention, backward, flash_attn_varlen_func, ops
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.attention import prepared_for
+from dash_attn.api.explain import explain
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras
 from dash_attn.problem import CAUSAL, Features, Problem

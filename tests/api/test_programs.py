@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dash_attn
-from dash_attn.api import attention, backward, explain
+from dash_attn.api import attention, backward
+from dash_attn.api.explain import explain
 from dash_attn.backends import Operands, Options
 from dash_attn.plan import Plan
 from dash_attn.prepare import prepare

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dash_attn.tools import EXTRA
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,36 @@ seen.append(added())
 print(json.dumps(seen))
 """
 
+BEHIND = ("tiling", "order", "program", "launch", "verify", "plan", "pack", "prepare")  # dash_attn/api/border.py
+
+FIRST = f"""
+import sys, threading
+import torch
+import dash_attn
+attention, flash = dash_attn.attention, dash_attn.flash_attn_func
+print([name for name in {BEHIND!r} if f"dash_attn.{{name}}" in sys.modules])
+q, k, v = (torch.randn(1, 64, 2, 16) for _ in range(3))
+"""
+
+THREADS = f"""{FIRST}
+sys.setswitchinterval(1e-5)
+start, outs = threading.Barrier(4), []
+def call(number):
+    start.wait()
+    operator = torch.ops.dash_attn.forward
+    outs.append(attention(q, k, v) if number else operator(q, k, v, None, None, -1, -1, [], "", None)[0])
+threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(outs) == 4 and all(torch.equal(out, outs[0]) for out in outs))
+"""
+
+COMPILED = f"""{FIRST}
+compiled = torch.compile(lambda q, k, v: attention(q, k, v, causal=True), backend="eager", fullgraph=True)
+torch._dynamo.config.error_on_recompile = True
+print(all(torch.equal(compiled(q, k, v), attention(q, k, v, causal=True)) for _ in range(2)))
+"""
+
 TIMED = """
 import time
 import torch
@@ -50,6 +82,12 @@ def run(code: str) -> str:
 
 def test_neither_an_import_nor_a_backward_loads_anything_heavy() -> None:
     assert json.loads(run(LOADED)) == [[], [], []]
+
+
+@pytest.mark.parametrize("code", [THREADS, COMPILED], ids=["threads", "compiled"])
+def test_the_first_call_loads_the_planner(code: str) -> None:
+    """Not the import. The first call may come from several threads at once, or from torch.compile."""
+    assert run(code).splitlines() == ["[]", "True"]
 
 
 def test_the_package_adds_little_to_the_import_of_torch() -> None:

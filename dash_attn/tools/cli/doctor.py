@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dash_attn import __version__
-from dash_attn.api import explain
+from dash_attn.api.explain import explain
 from dash_attn.backends import Operands, Options, backend_for
 from dash_attn.backends.sm90.cache import assembler, folder
 from dash_attn.prepare import Prepared, prepare

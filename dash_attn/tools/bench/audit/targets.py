@@ -9,7 +9,7 @@ from importlib import import_module
 
 from torch import Tensor
 
-from dash_attn.api.arguments import check_policy
+from dash_attn.api.planner import check_policy
 from dash_attn.backends import Options
 from dash_attn.prepare import prepare
 from dash_attn.tools.bench.audit.step import Step
