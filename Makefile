@@ -51,7 +51,7 @@ types: $(TESTS)
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -rs
 
 gpu-test: $(TESTS)
 	$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal -rs

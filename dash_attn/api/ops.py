@@ -94,7 +94,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     posed = Posed(left, right, list(documents), tiles, scale, rows)
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels), features)
+    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels), features)
     return prepared.forward(q, k, v, _extras(sinks, seed, None))
 
 
@@ -130,7 +130,7 @@ def backward(
         Order(policy, deterministic, sm_margin, panels),
     )
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared((q, k), (cu_seqlens_q, cu_seqlens_k), posed, order, features)
+    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, order, features)
     extras, dsinks = _extras(sinks, seed, dlse), _sink_room(q, sinks)
     if sinks is not None and extras is not None:
         extras = extras._replace(dsinks=dsinks)
@@ -169,7 +169,8 @@ def _extras(sinks: Tensor | None, seed: Tensor | None, dlse: Tensor | None) -> E
 
 
 def _prepared(
-    q_and_k: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
     boundaries: tuple[Tensor | None, Tensor | None],
     posed: Posed,
     order: Order,
@@ -178,7 +179,6 @@ def _prepared(
     # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
     options = Options(wants_determinism(order.deterministic), order.sm_margin)
     plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.rows)
-    q, k = q_and_k
     ordered = (order.policy, order.panels, options)
     key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, ordered, features)
 

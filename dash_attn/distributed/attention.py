@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -169,7 +169,7 @@ def context_parallel_attention(
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
     given = Given(softcap, dropout, sinks, seed)
-    terms, extras = terms_of(q, k, v, asked, given, (ranks, mode, layout))
+    terms, extras = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
     packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -180,19 +180,25 @@ def context_parallel_attention(
     return (out, lse) if return_lse else out
 
 
-def terms_of(
-    q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, spot: tuple[Ranks, str, str]
-) -> tuple[Terms, Extras]:
+class Sharing(NamedTuple):
+    """How the ranks share a sequence: `mode` and `layout` as in `context_parallel_attention`."""
+
+    ranks: Ranks
+    mode: str
+    layout: str
+
+
+def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sharing: Sharing) -> tuple[Terms, Extras]:
     """The checked arguments of this rank. torch.compile traces this."""
-    ranks, mode, layout = spot
+    ranks = sharing.ranks
     try:
         check_arguments(q, k, v, asked)
         features = given.features()
         if features.dropout and given.seed is None:
             raise ValueError("dropout needs a seed, the same on every rank: give seed")
         extras = given.extras(q)
-        Layout(layout, ranks.size, asked.panels)  # it checks the panels
-        ways = _ways(ranks, mode, k.shape[-2])
+        Layout(sharing.layout, ranks.size, asked.panels)  # it checks the panels
+        ways = _ways(ranks, sharing.mode, k.shape[-2])
         posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
         if not torch.compiler.is_compiling():
             backend_for(q.device)
@@ -200,7 +206,7 @@ def terms_of(
         if isinstance(q, Tensor) and not torch.compiler.is_compiling():
             refuse(ranks, error, q.device)
         raise
-    return Terms(posed, order, ranks.names, ways, layout, features.softcap, features.dropout), extras
+    return Terms(posed, order, ranks.names, ways, sharing.layout, features.softcap, features.dropout), extras
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:

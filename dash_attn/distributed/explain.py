@@ -9,7 +9,7 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, Window, traced_boundaries
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
-from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.layout import usual_panels
 from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
@@ -77,7 +77,7 @@ def explain(
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     given = Given(softcap, dropout, sinks, seed)
-    terms, extras = terms_of(q, k, v, asked, given, (ranks, mode, layout))
+    terms, extras = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
     if q.ndim == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     rows = q.shape[1], k.shape[1]

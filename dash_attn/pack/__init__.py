@@ -3,7 +3,7 @@
 from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
 from dash_attn.pack.pack import Pack, Planned
-from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Round, Sizes
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Round, Sizes, TileRows
 
 __all__ = [
     "Assembly",
@@ -17,6 +17,7 @@ __all__ = [
     "Planned",
     "Round",
     "Sizes",
+    "TileRows",
     "assemble",
     "check",
 ]

@@ -8,12 +8,13 @@ from dash_attn.jit import compiled
 from dash_attn.pack.checks import check
 from dash_attn.pack.folds import fold_tables
 from dash_attn.pack.rounds import launch
-from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes
+from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes, TileRows
 from dash_attn.pack.templates import Fact, Family, Template, templates
 from dash_attn.problem import Panel, Problem, Sequence
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
 
+TILE_COLUMNS = len(TileRows)  # compiled loops cannot count the names of an enum
 NO_FOLDS = np.empty((0, len(Fold)), np.int32), np.empty((0, len(Part)), np.int32)
 
 
@@ -28,10 +29,11 @@ def assemble(
     known = templates(family)
     table = np.ascontiguousarray(_panels(problem, held)) if several or held is not None else problem.sequence_table
     numbers: dict[int, int] = {}  # code of a template: its number in this pack
-    template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(*table.T[2:]).tolist()]
+    *_, len_q, len_k = table.T
+    template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(len_q, len_k).tolist()]
     used = [known.of(code) for code in numbers]
     facts = np.array([each.facts for each in used], np.int64)
-    rows = problem.batch * problem.len_q if held is None else int(table[:, 2].sum()), problem.batch * problem.len_k
+    rows = problem.batch * problem.len_q if held is None else int(len_q.sum()), problem.batch * problem.len_k
     apart = held is not None
     cut = several or apart or bool((facts[:, Fact.SHARE] > 1).any())
     sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full, apart)
@@ -75,10 +77,11 @@ def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-unty
         first_contributors[t] = first_contributors[t - 1] + facts[t - 1, Fact.Q_TILES]
     total_q, total_kv = 0, 0
     for s in range(len(table)):
-        total_q += (table[s, 2] + m - 1) // m
-        total_kv += (table[s, 3] + n - 1) // n
+        _, _, len_q, len_k = table[s]
+        total_q += (len_q + m - 1) // m
+        total_kv += (len_k + n - 1) // n
     docs = np.empty((len(table), width), np.int32)
-    q_tiles, kv_tiles = np.empty((total_q, 2), np.int32), np.empty((total_kv, 2), np.int32)
+    q_tiles, kv_tiles = np.empty((total_q, TILE_COLUMNS), np.int32), np.empty((total_kv, TILE_COLUMNS), np.int32)
     q_tile, kv_tile = 0, 0
     order = np.argsort(-facts[template_of, Fact.TASKS], kind="mergesort")  # stable
     for d in range(len(order)):
@@ -91,10 +94,10 @@ def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-unty
         doc[Doc.CONTRIBUTORS] = first_contributors[t]
         doc[Doc.PANELS] = heads_kv * max(1, facts[t, Fact.SHARE])
         for row in range(0, len_q, m):
-            q_tiles[q_tile, 0], q_tiles[q_tile, 1] = q_row + row, min(m, len_q - row)
+            q_tiles[q_tile, TileRows.FIRST], q_tiles[q_tile, TileRows.COUNT] = q_row + row, min(m, len_q - row)
             q_tile += 1
         for row in range(0, len_k, n):
-            kv_tiles[kv_tile, 0], kv_tiles[kv_tile, 1] = k_row + row, min(n, len_k - row)
+            kv_tiles[kv_tile, TileRows.FIRST], kv_tiles[kv_tile, TileRows.COUNT] = k_row + row, min(n, len_k - row)
             kv_tile += 1
     return docs, template_of[order], q_tiles, kv_tiles
 

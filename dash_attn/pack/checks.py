@@ -8,7 +8,7 @@ import numpy as np
 
 from dash_attn.jit import compiled
 from dash_attn.pack.folds import fold_fault
-from dash_attn.pack.tables import Assembly, Doc, PackedBundle, PackedChain, Round
+from dash_attn.pack.tables import Assembly, Doc, PackedBundle, PackedChain, Round, TileRows
 from dash_attn.program import Run
 
 
@@ -56,6 +56,19 @@ SAID = {
     Fault.PANELS: "its panels are neither kv heads nor q heads",
     Fault.TASKS: "its tasks are not the contributions that its dQ tiles wait for",
 }
+
+
+class Checked(IntEnum):
+    """What a template was checked for: the numbers of a sequence that decide whether the template fits it."""
+
+    BUNDLES = 0
+    CONTRIBUTORS = 1
+    Q_TILES = 2
+    KV_TILES = 3
+    HEADS = 4
+
+
+NUM_CHECKED = len(Checked)  # compiled loops cannot take the length of an enum
 
 
 def check(assembly: Assembly) -> None:
@@ -112,13 +125,15 @@ def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-
         for row in range(0, doc[Doc.Q_ROWS], m):
             if q_tile >= len(q_tiles):
                 return Fault.TILES, d
-            if q_tiles[q_tile, 0] != doc[Doc.Q_ROW] + row or q_tiles[q_tile, 1] != min(m, doc[Doc.Q_ROWS] - row):
+            tile = q_tiles[q_tile]
+            if tile[TileRows.FIRST] != doc[Doc.Q_ROW] + row or tile[TileRows.COUNT] != min(m, doc[Doc.Q_ROWS] - row):
                 return Fault.TILE_ROWS, d
             q_tile += 1
         for row in range(0, doc[Doc.K_ROWS], n):
             if kv_tile >= len(kv_tiles):
                 return Fault.TILES, d
-            if kv_tiles[kv_tile, 0] != doc[Doc.K_ROW] + row or kv_tiles[kv_tile, 1] != min(n, doc[Doc.K_ROWS] - row):
+            tile = kv_tiles[kv_tile]
+            if tile[TileRows.FIRST] != doc[Doc.K_ROW] + row or tile[TileRows.COUNT] != min(n, doc[Doc.K_ROWS] - row):
                 return Fault.TILE_ROWS, d
             kv_tile += 1
     if q_tile != len(q_tiles) or kv_tile != len(kv_tiles):
@@ -168,7 +183,9 @@ def _covers(first, count, rows):  # type: ignore[no-untyped-def]
 def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: ignore[no-untyped-def]
     """The first fault of a template that does not fit its sequence, and its row of `docs`."""
     m, n, heads_q = sizes
-    checked = np.full((len(bundles) + 1, 5), -1, np.int64)  # by first bundle: each shape of a template is checked once
+    checked = np.full(
+        (len(bundles) + 1, NUM_CHECKED), -1, np.int64
+    )  # by first bundle: each shape of a template is checked once
     seen = np.full(len(chains) + 1, -1, np.int64)
     for d in range(len(docs)):
         doc = docs[d]
@@ -180,8 +197,9 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
             return Fault.CONTRIBUTORS, d
         heads = heads_q // doc[Doc.PANELS]
         known = checked[begin]
-        same = known[0] == count and known[1] == first and known[2] == num_q and known[3] == num_kv
-        if count > 0 and same and known[4] == heads:
+        same = known[Checked.BUNDLES] == count and known[Checked.CONTRIBUTORS] == first
+        same = same and known[Checked.Q_TILES] == num_q and known[Checked.KV_TILES] == num_kv
+        if count > 0 and same and known[Checked.HEADS] == heads:
             continue
         change = np.zeros((heads, num_q + 1), np.int64)  # of the number of tasks from one q tile to the next
         chain, of_doc = -1, 0
@@ -224,5 +242,6 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
                 if tasks != contributors[first + q]:
                     return Fault.TASKS, d
         if count > 0:
-            known[0], known[1], known[2], known[3], known[4] = count, first, num_q, num_kv, heads
+            known[Checked.BUNDLES], known[Checked.CONTRIBUTORS], known[Checked.HEADS] = count, first, heads
+            known[Checked.Q_TILES], known[Checked.KV_TILES] = num_q, num_kv
     return Fault.NONE, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.pack.tables import Assembly, Doc, Fold
+from dash_attn.pack.tables import Assembly, Doc, Fold, TileRows
 from dash_attn.program.program import Int32, Longs
 
 Bool = npt.NDArray[np.bool_]
@@ -41,7 +41,8 @@ def fold_fault(made: Assembly) -> str | None:
     if (counts < 1).any() or not np.array_equal(begin, counts.cumsum() - counts) or counts.sum() != len(parts):
         return "the parts of a fold do not follow those of the fold before"
     fold = np.repeat(np.arange(len(folds)), counts)
-    if not (np.array_equal(tiles[tile, 1], rows) and np.array_equal(tiles[tile, 0], folds[fold, Fold.K_ROW])):
+    same_rows = np.array_equal(tiles[tile, TileRows.COUNT], rows)
+    if not (same_rows and np.array_equal(tiles[tile, TileRows.FIRST], folds[fold, Fold.K_ROW])):
         return "a part has not the rows of its kv tile, or is in the fold of another tile"
     if not np.array_equal(folds[:, Fold.K_ROWS], rows[begin]) or (rows > folds[fold, Fold.K_ROWS]).any():
         return "the first part of a fold has not all of its rows"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
 from dash_attn.jit import compiled
@@ -10,7 +12,18 @@ from dash_attn.pack.tables import Doc, Round
 from dash_attn.program import Chain, Program
 from dash_attn.program.program import Longs
 
-COLUMNS = len(Round)  # compiled loops cannot count the names of an enum
+
+class Due(IntEnum):
+    """Columns of the rounds that wait to start: a sequence, its round and bundle, the first ticket at which the round
+    may start."""
+
+    DOC = 0
+    ROUND = 1
+    BUNDLE = 2
+    TICKET = 3
+
+
+COLUMNS, DUE_COLUMNS = len(Round), len(Due)  # compiled loops cannot count the names of an enum
 
 
 def awaited(program: Program) -> Longs:
@@ -61,13 +74,13 @@ def launch(docs, template_of, counts, sizes):  # type: ignore[no-untyped-def]
         first[t + 1] = first[t] + counts[t]
     total = counts[template_of].sum()
     rounds = np.empty((total, COLUMNS), np.int32)
-    due = np.empty((total, 4), np.int64)  # sequence, its round and bundle, and the first ticket at which it may start
+    due = np.empty((total, DUE_COLUMNS), np.int64)
     begin, end, doc, ticket = 0, 0, 0, 0
     for row in range(total):
         while doc < len(docs) and counts[template_of[doc]] == 0:
             doc += 1
-        if begin < end and (doc == len(docs) or due[begin, 3] <= ticket):
-            d, r, bundle = due[begin, 0], due[begin, 1], due[begin, 2]
+        if begin < end and (doc == len(docs) or due[begin, Due.TICKET] <= ticket):
+            d, r, bundle = due[begin, Due.DOC], due[begin, Due.ROUND], due[begin, Due.BUNDLE]
             begin += 1
         else:
             d, r, bundle = doc, first[template_of[doc]], np.int64(docs[doc, Doc.BUNDLE])
@@ -75,7 +88,8 @@ def launch(docs, template_of, counts, sizes):  # type: ignore[no-untyped-def]
         rounds[row, Round.TICKET], rounds[row, Round.DOC] = ticket, d
         rounds[row, Round.BUNDLE], rounds[row, Round.BUNDLES] = bundle, sizes[r]
         if r + 1 < first[template_of[d] + 1]:
-            due[end, 0], due[end, 1], due[end, 2], due[end, 3] = d, r + 1, bundle + sizes[r], ticket + IN_FLIGHT
+            due[end, Due.DOC], due[end, Due.ROUND] = d, r + 1
+            due[end, Due.BUNDLE], due[end, Due.TICKET] = bundle + sizes[r], ticket + IN_FLIGHT
             end += 1
         ticket += docs[d, Doc.PANELS] * sizes[r]
     return rounds, ticket

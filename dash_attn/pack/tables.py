@@ -78,10 +78,22 @@ class PackedChain(IntEnum):
     NUM_RUNS = 2
 
 
+class TileRows(IntEnum):
+    """Columns of the tables `q_tiles` and `kv_tiles`: one row for each tile of each sequence, in the order of `docs`.
+
+    FIRST  its first row in the flattened tensor
+    COUNT  the number of its rows. All are of one sequence
+    """
+
+    FIRST = 0
+    COUNT = 1
+
+
 class Fold(IntEnum):
     """Columns of the table `folds`: one row for each kv tile of a sequence that is cut into panels.
 
-    K_ROW, K_ROWS  its first row in the flattened tensor, and its rows
+    K_ROW, K_ROWS  its first row in the flattened tensor, and its rows: the columns FIRST and COUNT of TileRows, because
+                   a kernel reads the rows of both tables in the same way
     PART, PARTS    its rows of `parts`: the sums of the panels, in the order in which they are added
     """
 
@@ -137,7 +149,7 @@ class Assembly:
     chains        columns PackedChain. A chain without runs has a row too, because it writes zeros
     runs          columns Run, and a zero
     contributors  contributions to the dQ tile of each q tile of a template
-    q_tiles       first row in the flattened tensor and number of rows, in the order of docs. A tile has one sequence
+    q_tiles       columns TileRows
     kv_tiles      the same for keys
     folds         columns Fold. Without panels, and with some panels of a problem, there are none
     parts         columns Part

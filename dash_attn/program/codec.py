@@ -204,6 +204,6 @@ def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -
         raise ValueError("a chain has more tasks than tiles")
     if tasks.sum() > limits.tasks:
         raise ValueError(f"it has {tasks.sum()} tasks, the limit is {limits.tasks}")
-    parts = np.unique(np.stack([first, first + count], 1)[count > 0], axis=0)
-    if (parts[1:, 0] < parts[:-1, 1]).any():
+    begin, end = np.unique(np.stack([first, first + count], 1)[count > 0], axis=0).T
+    if (begin[1:] < end[:-1]).any():
         raise ValueError("chains share some of their runs but not all")

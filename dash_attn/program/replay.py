@@ -65,7 +65,15 @@ class Total(IntEnum):
     BLOCKED = 3
 
 
-NUM_TOTALS = len(Total)  # compiled loops cannot take the length of an enum
+class Standing(IntEnum):
+    """Columns of `Replay.standing`: where a sequence stands, as a position in its chains, a run, and a task of it."""
+
+    POSITION = 0
+    RUN = 1
+    OFFSET = 2
+
+
+NUM_TOTALS, NUM_STANDING = len(Total), len(Standing)  # compiled loops cannot take the length of an enum
 
 
 class When(IntEnum):
@@ -83,8 +91,8 @@ class Replay:
     """What became of the sequences.
 
     `resident` is how many sequences had to be resident at once, `seat` which of the resident places each took.
-    `standing` says where each sequence stands: position in the chains, run, offset. At the end of a cut chain the run
-    is the one after its last, and the offset is the part. With costs, `totals` has a row per sequence (columns Total);
+    `standing` has a row per sequence (columns Standing). At the end of a cut chain the run is the one after its last,
+    and the offset is the part. With costs, `totals` has a row per sequence (columns Total);
     with costs and `record`, `times` has a column per step of the board (rows When).
     """
 
@@ -159,7 +167,7 @@ def _advance(board, seq_first, seq_chains, seats, costs, times):  # type: ignore
     waiter = np.full(board.num_sums, -1, np.int32)  # the sequences that wait at a turnstile, as a linked list
     next_waiter = np.full(total, -1, np.int32)
     wanted = np.zeros(total, np.int32)
-    standing = np.full((total, 3), -1, np.int64)  # position in seq_chains, run, offset
+    standing = np.full((total, NUM_STANDING), -1, np.int64)
     totals = np.zeros((0 if costs is None else total, NUM_TOTALS))
     if costs is not None:
         compute, partial_cost, reduce, handoff, prologue, epilogue = costs[:6]
@@ -178,7 +186,7 @@ def _advance(board, seq_first, seq_chains, seats, costs, times):  # type: ignore
     seat, left = np.empty(total, np.int64), np.empty(total, np.int64)  # a sequence that ends leaves its seat
     num_seats, num_left = 0, 0
     for s in range(total):
-        standing[s, 0] = seq_first[s]
+        standing[s, Standing.POSITION] = seq_first[s]
     while finished < total:
         if costs is not None and drawn and num_ready == 0 and admitted < total:
             # Who waits now waits for a sequence that has not begun. So the worker that is free first takes the next.
@@ -242,7 +250,8 @@ def _advance(board, seq_first, seq_chains, seats, costs, times):  # type: ignore
                     turn = turn0 + turn_step * o
                     have = counter[target]
                     if have != turn:
-                        standing[s, 0], standing[s, 1], standing[s, 2] = p, j, o
+                        standing[s, Standing.POSITION], standing[s, Standing.RUN] = p, j
+                        standing[s, Standing.OFFSET] = o
                         if costs is not None:
                             paused[s] = step
                         if have > turn:
@@ -328,7 +337,7 @@ def _advance(board, seq_first, seq_chains, seats, costs, times):  # type: ignore
             clock[w] = t
             totals[s, Total.END] = max(totals[s, Total.END], t)
         if not waits:
-            standing[s, 0] = p
+            standing[s, Standing.POSITION] = p
             finished += 1
             left[num_left] = seat[s]
             num_left += 1

@@ -9,7 +9,7 @@ import numpy as np
 from dash_attn.launch import place
 from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, play
 from dash_attn.program.program import CHAIN_NAME, END_OF_CHAIN, Longs
-from dash_attn.program.replay import STUCK
+from dash_attn.program.replay import STUCK, Standing
 from dash_attn.verify.errors import TooFewWorkers, VerifyError, require
 from dash_attn.verify.panels import check_panel, panels
 from dash_attn.verify.tables import check_tables, tile_states
@@ -102,7 +102,7 @@ def _cycle(program: Program, sequences: Sequences, outcome: Replay) -> tuple[str
     holder = np.empty(len(program.chains), np.int64)
     holder[sequences.chains] = np.repeat(np.arange(len(sequences.first) - 1), np.diff(sequences.first))
     standing, awaited = dict[int, Task](), dict[int, Task]()
-    s = int(np.flatnonzero(outcome.standing[:, 0] < sequences.first[1:])[0])
+    s = int(np.flatnonzero(outcome.standing[:, Standing.POSITION] < sequences.first[1:])[0])
     while s not in standing:
         position, run, offset = outcome.standing[s].tolist()
         standing[s] = program.task(int(sequences.chains[position]), run, offset)

@@ -189,6 +189,33 @@ def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len(named) + (args.vararg is not None) + (args.kwarg is not None)
 
 
+def smuggled(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Parameters that are tuples of unlike types and that the body unpacks: several parameters under one name."""
+    args = function.args
+    mixed = {each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if _is_mixed_tuple(each.annotation)}
+    return sorted(mixed & {name for node in ast.walk(function) for name in _unpacked(node)})
+
+
+def _is_mixed_tuple(annotation: ast.expr | None) -> bool:
+    """Whether an annotation is `tuple[A, B]` with unlike types. Sizes and slices of one type are values."""
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "tuple"):
+        return False
+    types = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else []
+    names = {ast.unparse(each) for each in types}
+    return len(names - {"..."}) > 1
+
+
+def _unpacked(node: ast.AST) -> Iterator[str]:
+    """The names that an assignment takes apart: of `a, b = x` and of `(a, b), c = x, y` it is x."""
+    pairs = [(target, node.value) for target in node.targets] if isinstance(node, ast.Assign) else []
+    while pairs:
+        target, value = pairs.pop()
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs.extend(zip(target.elts, value.elts, strict=False))
+        elif isinstance(target, ast.Tuple) and isinstance(value, ast.Name):
+            yield value.id
+
+
 # ---- the package -------------------------------------------------------------------------------------------
 
 
@@ -270,6 +297,16 @@ def test_every_exception_is_needed() -> None:
     needed = {(part_of(path), function.name) for path, function in long_signatures()}
     unused = {(part, name) for part, names in MIRRORS.items() for name in names} - needed
     assert not unused, f"listed in MIRRORS, but short or gone: {sorted(unused)}"
+
+
+def test_no_tuple_carries_parameters() -> None:
+    errors = [
+        f"{shown(path)}, line {function.lineno}: {function.name} unpacks {name}; give it a NamedTuple"
+        for path in package_files()
+        for function in functions(ast.parse(path.read_text(encoding="utf-8")))
+        for name in smuggled(function)
+    ]
+    assert not errors, "\n".join(errors)
 
 
 def test_only_the_tools_import_their_packages() -> None:
@@ -368,3 +405,15 @@ def test_counts_parameters() -> None:
     source = "class C:\n    def f(self, a, /, b, *args, c=1, **kwargs): ...\n    def h(ctx, a): ...\ndef g(a, b): ..."
     counts = [parameter_count(function) for function in functions(ast.parse(source))]
     assert sorted(counts) == [1, 2, 5]
+
+
+def test_finds_tuples_that_carry_parameters() -> None:
+    source = """
+def f(a: tuple[int, str], b: tuple[int, int], c: tuple[int, str], d: tuple[int, ...], *, e: tuple[str, Tensor]):
+    x, y = a
+    u, v = b
+    w = c
+    p, q = d
+    (r, s), t = e, 1
+"""
+    assert [smuggled(function) for function in functions(ast.parse(source))] == [["a", "e"]]

@@ -21,7 +21,7 @@ import dash_attn
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.extras import Given
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
-from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.routes import Routes
 from dash_attn.integrations.megatron import DashCoreAttention
 from tests.distributed.pool import Groups
@@ -305,7 +305,8 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
     dlse = shard(case.dlse(), group=group, dim=-1)
     asked = Arguments(causal=True, panels=16)
-    said, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks.ranks_of(group), mode, "zigzag"))
+    sharing = Sharing(ranks.ranks_of(group), mode, "zigzag")
+    said, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), sharing)
     terms = said.text()
     sinks = torch.zeros(q.shape[2])
     out, lse, spread = ops.forward(q, k, v, None, None, sinks, None, terms)

@@ -157,7 +157,7 @@ def test_masks_of_single_rows_draw_once() -> None:
     from dash_attn.integrations.transformers.masks import ModelMask
 
     def run(masks: list[Any]) -> Tensor:
-        mask = ModelMask("a model", (2, 8, 8), torch.device("cpu"), False, (None, None))
+        mask = ModelMask("a model", 2, 8, 8, torch.device("cpu"), False)
         object.__setattr__(mask, "intervals", masks)
         torch.manual_seed(3)
         q = torch.randn(2, 2, 8, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ class Buffers:
             *copies(operands.q, q, problem.softmax_scale),
             *copies(operands.k, k),
             *copies(operands.v, v),
-            *(partial(_fill, operands, at, (dout, lse, delta), dlse) for at in heads),
+            *(partial(_fill, operands, dlse, RowPlanes(dout, lse, delta), *at) for at in heads),
         ]
 
 
@@ -109,12 +110,20 @@ def _words(problem: Problem, softmax: Softmax) -> Tensor:
     return torch.stack([torch.stack(each) for each in heads])
 
 
-def _fill(operands: Operands, at: tuple[int, int], into: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None) -> None:
+class RowPlanes(NamedTuple):
+    """What the backward reads of the rows of out, (batch, heads, rows, ...)."""
+
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, batch: int, head: int) -> None:
     """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head)."""
-    (batch, head), (dout, lse, delta) = at, (x[at] for x in into)
+    dout, lse, delta = (x[batch, head] for x in into)
     dout.copy_(operands.dout[batch, :, head])
-    lse.copy_(operands.lse[at].unsqueeze(-1))
+    lse.copy_(operands.lse[batch, head].unsqueeze(-1))
     out = torch.empty_like(dout, memory_format=torch.preserve_format)
     delta.copy_(out.copy_(operands.out[batch, :, head]).mul_(dout).sum(-1, keepdim=True))
     if dlse is not None:
-        delta.sub_(dlse[at].unsqueeze(-1))
+        delta.sub_(dlse[batch, head].unsqueeze(-1))

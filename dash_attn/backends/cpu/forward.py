@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,18 +39,24 @@ def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | 
     """
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device="cpu")
     lse = torch.empty((problem.batch, problem.heads_q, problem.len_q), dtype=torch.float32, device="cpu")
-    fill(problem, (q, k, v), (out, lse), Softmax.of(problem, extras))
+    fill(problem, Attended(q, k, v, out, lse), Softmax.of(problem, extras))
     return out, lse
 
 
-def fill(
-    problem: Problem,
-    operands: tuple[Tensor, Tensor, Tensor],
-    results: tuple[Tensor, Tensor],
-    softmax: Softmax | None,
-) -> None:
+class Attended(NamedTuple):
+    """What the forward reads, q, k and v, and what it writes, out and lse: of a whole problem, or of one tile of rows
+    of one head."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def fill(problem: Problem, tensors: Attended, softmax: Softmax | None) -> None:
     """Write out and lse."""
-    (q, k, v), (out, lse) = operands, results
+    q, k, v, out, lse = tensors
     mine = [planes(x) for x in (q, k, v)]
     threads = torch.get_num_threads()
     features = problem.features
@@ -62,9 +69,8 @@ def fill(
             for head in range(problem.heads_q):
                 kv = batch, head // problem.group
                 operands = mine[0][batch, head, stripe.rows], mine[1][kv], mine[2][kv]
-                results = out[batch, stripe.rows, head], lse[batch, head, stripe.rows]
-                row = Row.of(problem, softmax, (batch, head), stripe.rows)
-                yield partial(_attend, stripe, operands, results, row)
+                own = Attended(*operands, out[batch, stripe.rows, head], lse[batch, head, stripe.rows])
+                yield partial(_attend, stripe, own, Row.of(problem, softmax, batch, head, stripe.rows))
 
     longest_first = sorted(_stripes(problem), key=lambda stripe: -len(stripe.visits))
     run_jobs(chain.from_iterable(map(jobs, longest_first)), threads)
@@ -84,20 +90,20 @@ class Row:
     words: Tensor | None = None
 
     @staticmethod
-    def of(problem: Problem, softmax: Softmax | None, at: tuple[int, int], rows: slice) -> Row:
+    def of(problem: Problem, softmax: Softmax | None, batch: int, head: int, rows: slice) -> Row:
         softcap, dropout = problem.features.softcap, problem.features.dropout
         if softmax is None:
             return Row(softcap=softcap) if softcap else PLAIN
-        sink = -math.inf if softmax.sinks is None else float(softmax.sinks[at[1]]) / math.log(2)
-        return Row(sink, softcap, dropout, softmax.words(*at, rows) if dropout else None)
+        sink = -math.inf if softmax.sinks is None else float(softmax.sinks[head]) / math.log(2)
+        return Row(sink, softcap, dropout, softmax.words(batch, head, rows) if dropout else None)
 
 
 PLAIN = Row()
 
 
-def _attend(stripe: Stripe, operands: tuple[Tensor, Tensor, Tensor], results: tuple[Tensor, Tensor], row: Row) -> None:
+def _attend(stripe: Stripe, tensors: Attended, row: Row) -> None:
     """One tile of rows of one head. The queries are already scaled, for powers of 2 or for tanh."""
-    (q, k, v), (out, lse) = operands, results
+    q, k, v, out, lse = tensors
     rows, dim = len(q), v.shape[1]
     scores = q.new_empty(rows * KEYS)
     highest, total, sums = q.new_full((rows, 1), row.sink), q.new_zeros(rows, 1), q.new_zeros(rows, dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Extras, Gradients, KeySums, Operands, Partials
 from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
-from dash_attn.backends.cpu.forward import fill
+from dash_attn.backends.cpu.forward import Attended, fill
 from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
 from dash_attn.backends.sinks import write_sink_gradient
@@ -32,9 +32,9 @@ def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | N
     for panel in pack.panels:
         rows = Rows.of_panel(panel, q, k)
         if panel.len_q and panel.len_k:
-            operands = rows.of_q(q), rows.of_k(k), rows.of_k(v)
             own = None if softmax is None else softmax.of_panel(panel, None)
-            fill(pack.problems[panel.kind], operands, (rows.of_q(out), rows.of_lse(lse)), own)
+            tensors = Attended(rows.of_q(q), rows.of_k(k), rows.of_k(v), rows.of_q(out), rows.of_lse(lse))
+            fill(pack.problems[panel.kind], tensors, own)
         elif panel.len_q:
             rows.of_q(out).zero_()
             rows.of_lse(lse).fill_(-math.inf)

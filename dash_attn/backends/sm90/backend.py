@@ -177,7 +177,8 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
         )
     kind = replace(problem.mask, documents=None)
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
-    longest = int(problem.sequence_table[:, -1].max(initial=0))  # keys of a sequence
+    *_, len_k = problem.sequence_table.T
+    longest = int(len_k.max(initial=0))
     options = Options() if options is None else options
     capped = features.softcap > 0
     cfg = select(problem.dim, DTYPE_OF[problem.dtype], mask, options.deterministic, longest, capped)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dash_attn.backends.sources import source_hash
-from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
+from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round, TileRows
 from dash_attn.program import Chain, Run
 
 from .config import KernelConfig
@@ -129,7 +129,7 @@ def toolchain() -> str:
 
 @functools.cache
 def sources() -> str:
-    tables = (Chain, Run, Doc, Round, PackedBundle, PackedChain, Fold, Part)
+    tables = (Chain, Run, Doc, Round, PackedBundle, PackedChain, TileRows, Fold, Part)
     columns = [(column.name, column.value) for table in tables for column in table]
     return f"{source_hash(kernel_sources())} {columns}"
 

@@ -162,9 +162,10 @@ def _implied(module: nn.Module, query: Tensor, key: Tensor, causal: bool, window
             f"{_name(module)} gives sliding_window={window} and no mask to an attention that is not causal, where "
             f"Transformers' own implementations disagree on what a query sees; {ELSEWHERE}"
         )
-    side = None if window is None else window - 1  # Transformers counts a token itself in
-    sizes = (query.shape[0], query.shape[2], key.shape[2])
-    return ModelMask(_name(module), sizes, query.device, causal, (side, side))
+    mask = ModelMask(_name(module), query.shape[0], query.shape[2], key.shape[2], query.device, causal)
+    if window is not None:
+        mask.left = mask.right = window - 1  # Transformers counts a token itself in
+    return mask
 
 
 def _check_sizes(mask: ModelMask, query: Tensor, key: Tensor) -> None:

@@ -53,14 +53,13 @@ class ModelMask:
         "right",
     )
 
-    def __init__(
-        self, model: str, sizes: tuple[int, int, int], device: Any, causal: bool, sides: tuple[int | None, int | None]
-    ) -> None:
+    def __init__(self, model: str, batch: int, len_q: int, len_k: int, device: Any, causal: bool) -> None:
         self.model = model
-        self.batch, self.len_q, self.len_k = sizes
+        self.batch, self.len_q, self.len_k = batch, len_q, len_k
         self.device = device
         self.causal = causal
-        self.left, self.right = sides
+        self.left: int | None = None
+        self.right: int | None = None
         self.number: Tensor | None = None
         self.intervals: tuple[Mask, ...] | None = None
         self.foreign = False
@@ -163,9 +162,8 @@ def model_mask(
         shown.compiled(mask_function, attention_mask is not None)
     else:
         shown.eager(mask_function, q_offset, attention_mask)
-    mask = ModelMask(
-        model, (batch_size, q_length, kv_length), kwargs.get("device"), shown.causal, (shown.left, shown.right)
-    )
+    mask = ModelMask(model, batch_size, q_length, kv_length, kwargs.get("device"), shown.causal)
+    mask.left, mask.right = shown.left, shown.right
     mask.intervals = shown.intervals
     if mask.intervals is None:
         mask.number = shown.numbers(attention_mask, q_offset)

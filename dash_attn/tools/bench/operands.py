@@ -105,21 +105,26 @@ def exact(problem: Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, ex
         keys, hidden = _hidden(problem.mask, intervals, band)
         if keys.start < keys.stop:
             for batch in range(problem.batch):
-                _add_band(problem, (batch, band, keys), hidden, (doubles, extras), result)
+                _add_band(problem, Band(batch, band, keys, hidden), doubles, extras, result)
     return result
 
 
-def _add_band(
-    problem: Problem,
-    where: tuple[int, slice, slice],
-    hidden: Tensor,
-    given: tuple[Drawn, Extras],
-    result: Exact,
-) -> None:
+class Band(NamedTuple):
+    """Some queries of one sequence of the batch, the keys from the first to the last that they see, and which of these
+    keys each query does not see."""
+
+    batch: int
+    queries: slice
+    keys: slice
+    hidden: Tensor
+
+
+def _add_band(problem: Problem, band: Band, drawn: Drawn, extras: Extras, result: Exact) -> None:
     """What a band of queries and the keys that it sees give, for all heads of one sequence at once."""
-    (batch, band, keys), (drawn, extras), cap = where, given, problem.features.softcap
+    batch, rows, keys, hidden = band
+    cap = problem.features.softcap
     grouped = (problem.heads_kv, problem.group, -1)
-    q, dout = (x[batch, band].reshape(len(x[batch, band]), *grouped) for x in (drawn.q, drawn.dout))
+    q, dout = (x[batch, rows].reshape(len(x[batch, rows]), *grouped) for x in (drawn.q, drawn.dout))
     k, v = drawn.k[batch, keys], drawn.v[batch, keys]
     scores = torch.einsum("mhgd,nhd->hgmn", q, k).mul_(problem.softmax_scale)
     slope = 1 - (scores / cap).tanh().square() if cap else None
@@ -130,7 +135,7 @@ def _add_band(
         lse = torch.logaddexp(lse, sink)
     # A row without keys has lse = -inf, and -inf - -inf is not a number: its P is 0.
     p = scores.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
-    factor = None if extras.seed is None else _dropout(problem, where, extras.seed).to(p.device)
+    factor = None if extras.seed is None else _dropout(problem, band, extras.seed).to(p.device)
     weights = p if factor is None else p * factor
     out = torch.einsum("hgmn,nhd->mhgd", weights, v)
     dp = torch.einsum("mhgd,nhd->hgmn", dout, v)
@@ -138,35 +143,35 @@ def _add_band(
         dp.mul_(factor)
     delta = torch.einsum("mhgd,mhgd->hgm", out, dout)
     if extras.dlse is not None:
-        delta -= extras.dlse[batch, :, band].double().view(grouped)
+        delta -= extras.dlse[batch, :, rows].double().view(grouped)
     ds = dp.sub_(delta.unsqueeze(-1)).mul_(p).mul_(problem.softmax_scale)
     if slope is not None:
         ds.mul_(slope)
-    result.out[batch, band] = out.flatten(1, 2)
-    result.lse[batch, :, band] = lse.flatten(0, 1)
-    result.dq[batch, band] = torch.einsum("hgmn,nhd->mhgd", ds, k).flatten(1, 2)
+    result.out[batch, rows] = out.flatten(1, 2)
+    result.lse[batch, :, rows] = lse.flatten(0, 1)
+    result.dq[batch, rows] = torch.einsum("hgmn,nhd->mhgd", ds, k).flatten(1, 2)
     result.dk[batch, keys] += torch.einsum("hgmn,mhgd->nhd", ds, q)
     result.dv[batch, keys] += torch.einsum("hgmn,mhgd->nhd", weights, dout)
     if result.dsinks is not None:
         # The band is already in dsinks as rows without keys: their weight is 1, and their term is dlse.
-        before = 0 if extras.dlse is None else extras.dlse[batch, :, band].double().sum(-1)
+        before = 0 if extras.dlse is None else extras.dlse[batch, :, rows].double().sum(-1)
         result.dsinks[:] += (-delta * (sink - lse).exp()).sum(-1).flatten() - before
 
 
-def _dropout(problem: Problem, where: tuple[int, slice, slice], seed: Tensor) -> Tensor:
+def _dropout(problem: Problem, band: Band, seed: Tensor) -> Tensor:
     """0 or 1 / (1 - dropout) for each weight of a band, (kv heads, group, queries, keys)."""
-    batch, band, keys = where
+    batch, queries, keys = band.batch, band.queries, band.keys
     seeds = seeds_of(seed, len(problem.sequence_table))
-    factor = torch.zeros(problem.heads_q, band.stop - band.start, keys.stop - keys.start, dtype=torch.float64)
+    factor = torch.zeros(problem.heads_q, queries.stop - queries.start, keys.stop - keys.start, dtype=torch.float64)
     for number, (q_row, k_row, len_q, len_k) in enumerate(problem.sequences):
         q_row, k_row = q_row - batch * problem.len_q, k_row - batch * problem.len_k
-        rows = range(max(q_row, band.start), min(q_row + len_q, band.stop))
+        rows = range(max(q_row, queries.start), min(q_row + len_q, queries.stop))
         columns = range(max(k_row, keys.start), min(k_row + len_k, keys.stop))
         if number * problem.batch // len(problem.sequence_table) == batch and rows and columns:
             key = np.arange(columns.start - k_row, columns.stop - k_row, dtype=np.uint32)
             for head in range(problem.heads_q):
                 words = row_words(seeds[number], head, rows.start - q_row, len(rows))
-                place = factor[head, rows.start - band.start : rows.stop - band.start]
+                place = factor[head, rows.start - queries.start : rows.stop - queries.start]
                 place[:, columns.start - keys.start : columns.stop - keys.start] = torch.from_numpy(
                     kept(words, key, problem.features.dropout) / (1 - problem.features.dropout)
                 )

@@ -53,7 +53,9 @@ def page(results: Mapping[str, Result], pictures: str) -> str:
     parts = [
         "# The paper, measured again\n\nThis page is written by `dash-attn paper` from the files of `dash-attn bench`. "
         "The paper measures on H800 GPUs against FlashAttention-3's deterministic mode. Here the peer is "
-        "FlashAttention-4, and the paper's baseline is its order (`fa3`) run by our own kernel.",
+        "FlashAttention-4, and the paper's baseline is its order (`fa3`) run by our own kernel. *Ours* is our kernel "
+        "with the order that the row names. In files of an older version this need not be the order that `auto` takes "
+        "([orders](performance.md#orders)).",
         _model(),
     ]
     parts += [_section(claim, results[claim.suite], pictures) for claim in CLAIMS if claim.suite in results]
@@ -72,7 +74,8 @@ def _model() -> str:
 
 def _section(claim: Claim, result: Result, pictures: str) -> str:
     env = result["environment"]
-    facts = (env.get("gpu") or env.get("device"), f"torch {env.get('torch')}", env.get("date"), *result["notes"])
+    versions = [f"{name} {env[name]}" for name in ("dash_attn", "torch") if name in env]
+    facts = (env.get("gpu") or env.get("device"), *versions, env.get("date"), *result["notes"])
     commands = [line for command in result["commands"] for line in command.splitlines()]
     rows = list(result["rows"])
     said = claim.say(rows)
@@ -121,8 +124,8 @@ def _prices(rows: list[Row]) -> list[str]:
 
 
 def _price_table(rows: list[Row]) -> TableText:
-    lines = [[row["cell"], *(percent(price(row, pair)) for pair in PAIRS)] for row in rows]
-    return ["throughput lost", *LIBRARIES.values()], lines
+    lines = [[row["cell"], default_of(row), *(percent(price(row, pair)) for pair in PAIRS)] for row in rows]
+    return ["throughput lost", "order", *LIBRARIES.values()], lines
 
 
 def _ratios(rows: list[Row], ours: str, base: str) -> dict[str, float]:
@@ -133,6 +136,12 @@ def _ratios(rows: list[Row], ours: str, base: str) -> dict[str, float]:
 
 def _named(row: Row, name: str) -> str:
     return default_of(row) if name == "default" else name
+
+
+def _ours(rows: list[Row]) -> str:
+    """'Ours' with the orders of the rows, without their widths: 'Ours (`shift`)'."""
+    orders = sorted({default_of(row).partition(":")[0] for row in rows})
+    return f"Ours ({', '.join(f'`{order}`' for order in orders)})"
 
 
 def _masked(rows: list[Row], mask: str) -> list[Row]:
@@ -151,7 +160,7 @@ def _against(rows: list[Row], ours: str, base: str, words: str) -> list[str]:
 
 def _full(rows: list[Row]) -> list[str]:
     rows = _masked(rows, "full")
-    said = _against(rows, "default", "fa3", "Shift against the paper's baseline order:")
+    said = _against(rows, "default", "fa3", f"{_ours(rows)} against the paper's baseline order:")
     longest = {c: x for c, x in _ratios(rows, "default", "fa3").items() if c.endswith(" 16384")}
     if longest:
         behind = sum(x < 1 for x in longest.values())
@@ -163,11 +172,11 @@ def _full(rows: list[Row]) -> list[str]:
             f"At 16,384 tokens it is {span(longest.values(), '{:.2f}x')}: "
             + words.get(behind, f"it falls behind in {behind} of {len(longest)} cells.")
         )
-    return [*said, *_against(rows, "default", BASELINE, f"Against {PEER}:")]
+    return [*said, *_against(rows, "default", BASELINE, f"{_ours(rows)} against {PEER}:")]
 
 
 def _full_table(rows: list[Row]) -> TableText:
-    return _compared(_masked(rows, "full"), {"shift": "default"})
+    return _compared(_masked(rows, "full"), {"ours": "default"})
 
 
 def _causal(rows: list[Row]) -> list[str]:
@@ -175,7 +184,7 @@ def _causal(rows: list[Row]) -> list[str]:
     paired = _paired(rows)
     said = _against(rows, paired, "fa3", "Symmetric shift against the paper's baseline order:")
     said += _against(rows, "descending", "fa3", "Descending against it:")
-    said += _against(rows, "default", "fa3", "The order that `auto` takes:")
+    said += _against(rows, "default", "fa3", f"{_ours(rows)} against it:")
     wide = _ratios([row for row in rows if row["shape"]["dim"] == 128], paired, "descending")
     if wide:
         ahead = sum(x >= 1 for x in wide.values())
@@ -186,12 +195,12 @@ def _causal(rows: list[Row]) -> list[str]:
             f"At head dim 128 symmetric shift is {span(wide.values(), '{:.2f}x')} descending, ahead in {ahead} of "
             f"{len(wide)} cells, {unlike if 2 * ahead >= len(wide) else 'as in the paper.'}"
         )
-    return [*said, *_against(rows, "default", BASELINE, f"Against {PEER}:")]
+    return [*said, *_against(rows, "default", BASELINE, f"{_ours(rows)} against {PEER}:")]
 
 
 def _causal_table(rows: list[Row]) -> TableText:
     rows = _masked(rows, "causal")
-    return _compared(rows, {"descending": "descending", "symmetric shift": _paired(rows), "auto": "default"})
+    return _compared(rows, {"descending": "descending", "symmetric shift": _paired(rows), "ours": "default"})
 
 
 def _paired(rows: list[Row]) -> str:
@@ -201,11 +210,12 @@ def _paired(rows: list[Row]) -> str:
 
 
 def _compared(rows: list[Row], orders: Mapping[str, str]) -> TableText:
-    """Each order against the paper's baseline, and the order of `auto` against FlashAttention-4."""
+    """Each order against the paper's baseline, and ours against FlashAttention-4."""
     columns = [_ratios(rows, name, "fa3") for name in orders.values()]
     columns += [_ratios(rows, "default", peer) for peer in (BASELINE, "fa4")]
-    header = ["ratio of throughput", *(f"{order} / fa3" for order in orders), f"auto / {BASELINE}", "auto / fa4"]
-    return header, [[row["cell"], *(times(column.get(row["cell"])) for column in columns)] for row in rows]
+    ratios = [*(f"{order} / fa3" for order in orders), f"ours / {BASELINE}", "ours / fa4"]
+    lines = [[row["cell"], default_of(row), *(times(column.get(row["cell"])) for column in columns)] for row in rows]
+    return ["ratio of throughput", "order", *ratios], lines
 
 
 def _blocks(rows: list[Row]) -> list[str]:
@@ -247,8 +257,9 @@ def _block_table(rows: list[Row]) -> TableText:
     for row in rows:
         share, gains = _share(row), _gain(row)
         end = ["-" if share is None else f"{share:.0%}", f"{gains[0] - 1:+.1%}" if gains else "-"]
-        lines.append([row["cell"], ms(row, BASELINE), ms(row, "fa4"), ms(row, default_of(row)), *end])
-    return ["block", f"{BASELINE}, ms", "fa4, ms", "ours, ms", "attention's backward", f"gain over {BASELINE}"], lines
+        lines.append([row["cell"], default_of(row), ms(row, BASELINE), ms(row, "fa4"), ms(row, default_of(row)), *end])
+    header = ["block", "order", f"{BASELINE}, ms", "fa4, ms", "ours, ms", "attention's backward"]
+    return [*header, f"gain over {BASELINE}"], lines
 
 
 def _deviations(rows: list[Row]) -> list[str]:

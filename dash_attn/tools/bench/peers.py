@@ -68,8 +68,8 @@ def varlen(problem: Problem, device: torch.device) -> dict[str, Any]:
     first = second = torch.tensor(packing.cu_q, dtype=torch.int32, device=device)
     if packing.cu_k != packing.cu_q:
         second = torch.tensor(packing.cu_k, dtype=torch.int32, device=device)
-    longest = problem.sequence_table.max(0)[2:].tolist()
-    sides = {"cu_seqlens_q": first, "cu_seqlens_k": second, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+    *_, longest_q, longest_k = problem.sequence_table.max(0).tolist()
+    sides = {"cu_seqlens_q": first, "cu_seqlens_k": second, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
     return sides | {"causal": kind.mask.is_causal}
 
 

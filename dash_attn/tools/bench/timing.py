@@ -113,11 +113,12 @@ def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[floa
 
 def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> list[float]:
     """From the spans of each kernel over all calls. Medians: a host that falls behind once does not count."""
-    once = [np.array(each) for each in spans if len(each) == calls]
+    once = [np.array(each).T for each in spans if len(each) == calls]
     if not once or calls < 2:
         return []
-    took = [float(np.median(each[:, 1] - each[:, 0])) for each in once]
-    period = float(np.median(np.diff(once[int(np.argmax(took))][:, 1])))
+    took = [float(np.median(end - begin)) for begin, end in once]
+    _, ends = once[int(np.argmax(took))]
+    period = float(np.median(np.diff(ends)))
     return sorted((each / period for each in took), reverse=True)
 
 

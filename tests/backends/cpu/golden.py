@@ -1,46 +1,79 @@
 """Golden bits: hashes of results, kept for each version of the package and each kind of arithmetic.
 
 `python -m tests.backends.cpu.golden` adds the hashes of this version on this machine to golden.json. Do it once for a
-new version. Within a version the hashes stay: a change that changes bits raises the version.
+new version, and once for a CPU that the file does not have. Within a version the hashes stay: a change that changes
+bits raises the version. So the command refuses to change a hash, unless --replace says that the hash itself was wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dash_attn import __version__
-from dash_attn.backends import Operands, Options
+from dash_attn.backends import Extras, Operands, Options
 from dash_attn.backends.cpu.threads import run_jobs
 from dash_attn.prepare import prepare
-from dash_attn.problem import CAUSAL, FULL, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, FULL, PLAIN, Features, Problem, documents, tiles, window
 from tests.backends.cpu.reference import CPU, DTYPES
 
 FILE = Path(__file__).with_name("golden.json")
 ROOT = Path(__file__).parents[3]
 
-# Ways through the libraries: the one that they choose for this CPU, and one that they offer for every x86 CPU.
-WAYS = {"own": {}, "common": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}}
+# Ways through the libraries: the one that they choose for this CPU, the one that they have for CPUs with AVX2, and one
+# that they offer for every x86 CPU.
+WAYS = {
+    "own": {},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"},
+    "common": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
+}
 
+
+class Golden(NamedTuple):
+    """A problem, its order, and whether its loss depends on lse."""
+
+    problem: Problem
+    policy: str = "auto"
+    dlse: bool = False
+
+    def __str__(self) -> str:
+        p = self.problem
+        shape = f"{p.batch} x {p.len_q}/{p.len_k} x {p.heads_q}/{p.heads_kv} x {p.dim} {p.dtype} {p.mask} {self.policy}"
+        extra = {f"{p.panels} panels": p.panels > 1, str(p.features): p.features != PLAIN, "dlse": self.dlse}
+        return ", ".join([shape, *(text for text, is_there in extra.items() if is_there)])
+
+
+EVERYTHING = Features(softcap=5.0, sinks=True, dropout=0.25, dim_v=40)
+PACKED = documents([0, 100, 364, 520], causal=True)
 PROBLEMS = [
-    (Problem(1, 1, 1, 17, 17, 64, "float32", None, FULL), "auto"),
-    (Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL), "auto"),
-    (Problem(2, 4, 2, 300, 520, 64, "bfloat16", None, FULL), "shift"),
-    (Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL), "spt@head"),
-    (Problem(1, 3, 3, 515, 515, 33, "float32", None, CAUSAL), "auto"),
-    (Problem(1, 3, 1, 515, 515, 128, "float16", 0.1, CAUSAL), "symmetric_shift"),
-    (Problem(1, 1, 1, 2100, 2100, 32, "float32", None, CAUSAL), "fa3"),
-    (Problem(1, 2, 2, 700, 700, 64, "float32", None, window(200, 0)), "auto"),
-    (Problem(1, 2, 2, 530, 530, 64, "float32", None, documents([0, 17, 300, 530], causal=True)), "auto"),
-    (Problem(1, 1, 1, 512, 512, 64, "float32", None, tiles([[1, 0], [1, 1]], 256, 256)), "auto"),
+    Golden(Problem(1, 1, 1, 17, 17, 64, "float32", None, FULL)),
+    Golden(Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL)),
+    Golden(Problem(2, 4, 2, 300, 520, 64, "bfloat16", None, FULL), "shift"),
+    Golden(Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL), "spt@head"),
+    Golden(Problem(1, 3, 3, 515, 515, 33, "float32", None, CAUSAL)),
+    Golden(Problem(1, 3, 1, 515, 515, 128, "float16", 0.1, CAUSAL), "symmetric_shift"),
+    Golden(Problem(1, 1, 1, 2100, 2100, 32, "float32", None, CAUSAL), "fa3"),
+    Golden(Problem(1, 2, 2, 700, 700, 64, "float32", None, window(200, 0))),
+    Golden(Problem(1, 2, 2, 530, 530, 64, "float32", None, documents([0, 17, 300, 530], causal=True))),
+    Golden(Problem(1, 1, 1, 512, 512, 64, "float32", None, tiles([[1, 0], [1, 1]], 256, 256))),
+    Golden(Problem(1, 4, 2, 1100, 1100, 64, "bfloat16", None, CAUSAL, panels=4)),
+    Golden(Problem(2, 2, 2, 600, 600, 32, "float32", None, FULL, panels=2)),
+    Golden(Problem(1, 4, 2, 515, 515, 64, "float32", None, CAUSAL, features=Features(softcap=5.0))),
+    Golden(Problem(1, 4, 2, 515, 515, 64, "float16", None, CAUSAL, features=Features(sinks=True))),
+    Golden(Problem(2, 4, 2, 300, 520, 64, "float32", None, FULL, features=Features(dropout=0.25))),
+    Golden(Problem(1, 3, 1, 515, 515, 64, "float32", None, CAUSAL, features=Features(dim_v=40))),
+    Golden(Problem(1, 2, 1, 515, 515, 64, "float32", None, CAUSAL), dlse=True),
+    Golden(Problem(1, 4, 2, 520, 520, 64, "bfloat16", None, PACKED, panels=2, features=EVERYTHING), dlse=True),
 ]
 
 
@@ -63,13 +96,8 @@ def key() -> str:
 
 
 def hashes() -> dict[str, str]:
-    """A hash of out, lse, dq, dk and dv for each problem."""
-    return {name(problem, policy): result(problem, policy) for problem, policy in PROBLEMS}
-
-
-def name(problem: Problem, policy: str) -> str:
-    p = problem
-    return f"{p.batch} x {p.len_q}/{p.len_k} x {p.heads_q}/{p.heads_kv} x {p.dim} {p.dtype} {p.mask} {policy}"
+    """A hash of out, lse and the gradients for each problem."""
+    return {str(golden): result(golden) for golden in PROBLEMS}
 
 
 def measure(way: str) -> tuple[str, dict[str, str]]:
@@ -86,19 +114,33 @@ def measure(way: str) -> tuple[str, dict[str, str]]:
     return where, results
 
 
-def result(problem: Problem, policy: str) -> str:
+def result(golden: Golden) -> str:
+    problem = golden.problem
     heads = (problem.heads_q, problem.heads_q, problem.heads_kv, problem.heads_kv)
     lengths = (problem.len_q, problem.len_q, problem.len_k, problem.len_k)
+    dims = (problem.dim_v, problem.dim, problem.dim, problem.dim_v)
     dout, q, k, v = (
-        numbers(seed, (problem.batch, length, head, problem.dim)).to(DTYPES[problem.dtype])
-        for seed, (length, head) in enumerate(zip(lengths, heads, strict=True))
+        numbers(seed, (problem.batch, *shape)).to(DTYPES[problem.dtype])
+        for seed, shape in enumerate(zip(lengths, heads, dims, strict=True))
     )
-    prepared = prepare(problem, policy, Options(), CPU)
-    out, lse = prepared.forward(q, k, v)
+    extras = extras_of(golden)
+    prepared = prepare(problem, golden.policy, Options(), CPU)
+    out, lse = prepared.forward(q, k, v, None if extras is None else extras._replace(dlse=None))
+    grads = prepared.backward(Operands(dout, q, k, v, out, lse), None, extras)
     digest = hashlib.sha256()
-    for x in (out, lse, *prepared.backward(Operands(dout, q, k, v, out, lse))):
+    for x in (out, lse, *grads, *(() if extras is None or extras.dsinks is None else (extras.dsinks,))):
         digest.update(bytes_of(x))
     return digest.hexdigest()[:16]
+
+
+def extras_of(golden: Golden) -> Extras | None:
+    problem, features = golden.problem, golden.problem.features
+    sinks = numbers(4, (problem.heads_q,)) if features.sinks else None
+    seed = torch.tensor(7) if features.dropout else None
+    dlse = numbers(5, (problem.batch, problem.heads_q, problem.len_q)) if golden.dlse else None
+    if sinks is seed is dlse is None:
+        return None
+    return Extras(sinks, seed, dlse, dsinks=None if sinks is None else torch.empty_like(sinks))
 
 
 def numbers(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -116,5 +158,29 @@ def kept() -> dict[str, dict[str, str]]:
     return every
 
 
+def joined(old: dict[str, dict[str, str]], new: dict[str, dict[str, str]], replace: bool) -> dict[str, dict[str, str]]:
+    """The kept hashes and new ones. A ValueError if a kept hash would change or go, unless `replace` is set."""
+    for where, results in new.items():
+        lost = [name for name, kept in old.get(where, {}).items() if results.get(name) != kept]
+        if lost and not replace:
+            raise ValueError(
+                f"golden.json has other bits for {where}: {'; '.join(lost)}. A change that changes bits raises the "
+                "version (dash_attn/__init__.py) and is listed under Bits in CHANGELOG.md. If the kept hashes are "
+                "wrong, and no release has these bits, give --replace"
+            )
+    return old | new
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Add the hashes of this version on this machine to golden.json.")
+    parser.add_argument("--replace", action="store_true", help="change hashes that this version already has")
+    replace = parser.parse_args(arguments).replace
+    try:
+        every = joined(kept(), dict(measure(way) for way in WAYS), replace)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    FILE.write_text(json.dumps(every, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(kept() | dict(measure(way) for way in WAYS), indent=1) + "\n")
+    main()

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round
+from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round, TileRows
 from dash_attn.program import Chain
 
 from ..config import KernelConfig, Piece
@@ -54,7 +54,7 @@ def words():
 
 def tiles(cfg: KernelConfig):
     """Rows of the tiles of a pack: first row, number of rows."""
-    return (table(cute.sym_int32(), 2),) if cfg.packed else ()
+    return (table(cute.sym_int32(), len(TileRows)),) if cfg.packed else ()
 
 
 def symbols(n: int):

@@ -5,6 +5,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from dash_attn.pack import TileRows
+
 from ..config import KernelConfig
 from .bundles import element
 from .rows import batched
@@ -60,7 +62,8 @@ def rows_of(cfg, tiles, tile, height: int, length):
     """The first row of a tile, and one past the last row of its sequence or, in a pack, of the tile."""
     if cutlass.const_expr(cfg.packed):
         (table,) = tiles
-        return table[tile, 0], table[tile, 0] + table[tile, 1]
+        first = table[tile, TileRows.FIRST]
+        return first, first + table[tile, TileRows.COUNT]
     return tile * height, length
 
 
