@@ -152,25 +152,25 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
     """What `explain` says, and the bytes of floating-point tensors sent to other ranks in forward and backward."""
-    group = max(groups)
+    group = mesh_of((max(groups) // 2, 2)) if mode == "a2a+all_gather" else None
     counted = [0]
     exchange, gather = torch.distributed.all_to_all_single, ranks._all_gather
 
     def counted_exchange(into: Tensor, x: Tensor, expected: list[int], sizes: list[int], **others: Any) -> Any:
-        counted[0] += (sum(sizes) - sizes[torch.distributed.get_rank()]) * x.element_size()
+        counted[0] += (sum(sizes) - sizes[others["group"].rank()]) * x.element_size()
         return exchange(into, x, expected, sizes, **others)
 
     def counted_gather(into: Tensor, x: Tensor, **others: Any) -> Any:
-        counted[0] += x.nbytes * (group - 1) * x.is_floating_point()
+        counted[0] += x.nbytes * (others["group"].size() - 1) * x.is_floating_point()
         return gather(into, x, **others)
 
     tokens.CHUNK_BYTES = 1
-    q, k, v, dout = (shard(x, dim=case.dim_of_tokens) for x in case.tensors())
+    q, k, v, dout = (shard(x, group=group, dim=case.dim_of_tokens) for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    said = explain(*leaves, mode=mode, **case.arguments)
+    said = explain(*leaves, group=group, mode=mode, **case.arguments)
     torch.distributed.all_to_all_single, ranks._all_gather = counted_exchange, counted_gather
     try:
-        out, _ = context_parallel_attention(*leaves, mode=mode, return_lse=True, **case.arguments)
+        out, _ = context_parallel_attention(*leaves, group=group, mode=mode, return_lse=True, **case.arguments)
         forward, counted[0] = counted[0], 0
         out.backward(dout)  # no gradient of lse, so none travels
     finally:

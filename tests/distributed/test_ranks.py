@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn.distributed.layout import LAYOUTS
+from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Features, Problem, documents
-from tests.distributed import jobs
+from tests.distributed import jobs, memory
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
 
@@ -104,7 +104,7 @@ def test_another_order_of_the_sums_has_other_bits(pool: Pool) -> None:
     assert pool.run(jobs.reversed_fold, CASES["causal"])[0] == ["dk", "dv"]
 
 
-@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["causal", "pack", "values"])
 def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
     case = CASES[name]
@@ -115,8 +115,25 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
         assert 0 < said.exposed_ms < said.predicted_ms
     mask, features = documents(PACK) if name == "pack" else CAUSAL, Features(dim_v=case.dim_v)
     problem = Problem(case.batch, *case.heads, *case.lengths, case.dim, "float32", mask=mask, features=features)
-    predicted = predict(problem, 8, mode, "zigzag", *ways_of(problem, 8, mode)).sent_bytes  # by one of the ranks
+    ways = 2 if mode == "a2a+all_gather" else ways_of(problem, 8, mode)[0]  # on a mesh the caller chooses
+    predicted = predict(problem, 8, mode, "zigzag", ways).sent_bytes  # by one of the ranks
     assert predicted in {said.forward_bytes + said.backward_bytes for said, _ in results}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", [(8, 8), (2, 2)], ids=str)
+def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], mode: str) -> None:
+    """Two kv heads on 8 ranks are `a2a` over two of them, and gathered by parts of a group."""
+    case = Case(lengths=(256, 256), heads=heads, dim=32, arguments={"causal": True})
+    for said, most in pool.run(memory.measured, case, mode):
+        assert said.gathered_bytes == most.get("gathered", 0)
+        workspace = most["workspace"]
+        if said.tokens_over > 1:
+            assert said.sums_bytes == most["sums"]
+        else:
+            assert said.sums_bytes == 0
+            workspace += most["sums"]  # all panels lie on the rank, and their sums are workspace
+        assert 0.85 * said.workspace_bytes < workspace <= said.workspace_bytes
 
 
 @pytest.mark.parametrize(("heads_kv", "heads_over"), [(8, 8), (16, 8), (4, 1), (1, 1)])

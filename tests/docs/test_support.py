@@ -31,8 +31,8 @@ column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hoppe
 of them passed, counted over several runs, and 16 were skipped: two cases of one test need a second GPU, and for
 fourteen no installed forward takes the problem. Two have not run in their present form. One runs the benchmark of
 `watch` for all modules, and expects less than 5 %: the benchmark itself gives 1.6 %
-([what it costs](watch.md#what-it-costs)). The other has processes that share a GPU: it ran with 1 and 2 ranks, and has 4
-too. The choice of `auto` for 128 kv tiles or more that lie mostly before the queries is newer than these runs.
+([what it costs](watch.md#what-it-costs)). The other has processes that share a GPU: it ran with 1 and 2 ranks, and now
+has 4. The choice of `auto` for 128 kv tiles or more that lie mostly before the queries is newer than these runs.
 """
 
 
