@@ -21,15 +21,17 @@ from dash_attn.problem import Mask
 class Explanation:
     """What a call does on this rank.
 
-    heads_over      the number of ranks that share the heads of a sequence
-    tokens_over     the number of ranks that share the tokens of one head
-    tokens          queries that this rank holds, of all sequences of a batch
-    forward_bytes   sent to other ranks in the forward
-    backward_bytes  sent to other ranks in the backward, without a gradient of lse
-    gathered_bytes  memory for gathered keys and values, at most
-    sums_bytes      memory for float32 dK and dV of panels, computed, sent and received, at most
-    predicted_ms    time of forward and backward in the model of `dash-attn simulate --ranks`, for H200 GPUs and bf16
-    exposed_ms      the part of this time in which the rank waits for tensors and computes nothing
+    heads_over       the number of ranks that share the heads of a sequence
+    tokens_over      the number of ranks that share the tokens of one head
+    tokens           queries that this rank holds, of all sequences of a batch
+    forward_bytes    sent to other ranks in the forward
+    backward_bytes   sent to other ranks in the backward, without a gradient of lse
+    gathered_bytes   memory for gathered keys and values, sent, received and in order, at most
+    sums_bytes       memory for float32 dK and dV of panels that travel, computed, sent and received, at most
+    workspace_bytes  other memory of the backward, at most. Where nothing travels, it has the float32 dK and dV of
+                     panels. A GPU has them there in both cases
+    predicted_ms     time of forward and backward in the model of `dash-attn simulate --ranks`, for H200 GPUs and bf16
+    exposed_ms       the part of this time in which the rank waits for tensors and computes nothing
     """
 
     ranks: int
@@ -42,6 +44,7 @@ class Explanation:
     backward_bytes: int
     gathered_bytes: int
     sums_bytes: int
+    workspace_bytes: int
     predicted_ms: float
     exposed_ms: float
 
@@ -100,6 +103,7 @@ def explain(
         backward + load.gathered_sent + load.sums_sent,
         load.gathered,
         load.sums,
+        tokens.workspace_bytes(),
         1e3 * seconds,
         1e3 * (seconds - spans.computing),
     )

@@ -225,7 +225,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, ha
             "mask": (posed.documents, posed.tiles, posed.rows),
             "scale": posed.scale,
             "softcap": terms.softcap,
-            "sinks": "given" if around.sinks is not None else "not given",
+            "sinks": "not given" if around.sinks is None else around.sinks.tolist(),
             "dropout": terms.dropout,
             "seed": None if around.seed is None else around.seed.tolist(),
             "policy": order.policy,

@@ -47,6 +47,11 @@ class Axis:
         return len(self.members)
 
     @property
+    def is_part(self) -> bool:
+        """Not all ranks of the group are members."""
+        return self.size < self.total
+
+    @property
     def group(self) -> dist.ProcessGroup:
         return _group(self.name)
 
@@ -57,7 +62,7 @@ class Axis:
 
     def all_gather(self, x: Tensor) -> Arrival:
         """Start to gather the tensors of all members. They have the same shape and get a new first dimension."""
-        if self.size < self.total:  # torch gathers from whole groups only
+        if self.is_part:  # torch gathers from whole groups only
             arrival = self.exchange(x.flatten().repeat(self.size), [x.numel()] * self.size, [x.numel()] * self.size)
             return lambda: arrival().view(self.size, *x.shape)
         parts = x.new_empty(self.size * x.numel())

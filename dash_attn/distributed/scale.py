@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
-from dash_attn.distributed.tokens import Load, chunks_of, load_of
+from dash_attn.distributed.tokens import Load, chunks_of, held_pack, load_of
+from dash_attn.pack import Pack
 from dash_attn.problem import Problem
 
 
@@ -60,9 +62,12 @@ class Cluster:
 class Prediction:
     """One forward and one backward of attention, on the rank that takes longest. Times are seconds.
 
-    exposed       time in which the rank computes nothing
-    sent_bytes    to other ranks, in forward and backward
-    memory_bytes  beside the tensors of the call and the workspace of the backward
+    exposed          time in which the rank computes nothing
+    sent_bytes       to other ranks, in forward and backward
+    memory_bytes     beside the tensors of the call: gathered keys and values, float32 dK and dV that travel, and the
+                     workspace of the backward
+    workspace_bytes  the part of it that is workspace. It has float32 dK and dV of all panels. 0 for a problem that GPUs
+                     refuse
     """
 
     mode: str
@@ -76,6 +81,7 @@ class Prediction:
     exposed: float
     sent_bytes: int
     memory_bytes: int
+    workspace_bytes: int
 
 
 def ways_of(problem: Problem, ranks: int, mode: str) -> list[int]:
@@ -100,15 +106,18 @@ def predict(
     own = replace(problem, heads_q=problem.heads_q // ways, heads_kv=problem.heads_kv // ways, panels=panels)
     # The ranks in the middle and at the ends differ most. Ranks that share heads have the same work.
     numbers = sorted({0, ranks // 2 // ways * ways, ranks - ways})
-    spans = [Rank(own, layout, ranks, ways, number).spans(cluster or Cluster()) for number in numbers]
-    worst = max(spans, key=lambda each: each.forward + each.backward)
+    every = [Rank(own, layout, ranks, ways, number, mode == MODES[-1]) for number in numbers]
+    spans = [(each.spans(cluster or Cluster()), each) for each in every]
+    worst, slowest = max(spans, key=lambda each: each[0].forward + each[0].backward)
     exposed = worst.forward + worst.backward - worst.computing
     times = worst.forward, worst.backward, exposed
-    return Prediction(mode, layout, ranks, ways, ranks // ways, panels, *times, worst.sent, worst.memory)
+    workspace = slowest.workspace()
+    memory = worst.memory + workspace, workspace
+    return Prediction(mode, layout, ranks, ways, ranks // ways, panels, *times, worst.sent, *memory)
 
 
 class Spans(NamedTuple):
-    """Seconds of one rank, and the bytes that it sends and holds."""
+    """Seconds of one rank, the bytes that it sends, and those that it holds beside the workspace."""
 
     forward: float
     backward: float
@@ -119,13 +128,31 @@ class Spans(NamedTuple):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a predicted call. The problem has the heads of this rank, and all tokens."""
+    """A rank of a predicted call. The problem has the heads of this rank, and all tokens.
+
+    `on_mesh`: the ranks that share tokens have a group of their own.
+    """
 
     problem: Problem
     layout: str
     ranks: int
     ways: int
     number: int
+    on_mesh: bool = False
+
+    def workspace(self) -> int:
+        """Bytes of the backward on a GPU. Nothing is planned, and no GPU is needed."""
+        from dash_attn.backends.sm90.backend import Sm90Backend  # most callers have no use for it
+
+        gpu, problem = Sm90Backend(torch.device("cuda")), self.problem
+        if self.ways < self.ranks:
+            pack = held_pack(problem, self._routes(), gpu.tile_shape, "auto")
+        else:
+            pack = Pack(problem, gpu.tile_shape)
+        try:
+            return gpu.workspace_bytes(pack)
+        except NotImplementedError:
+            return 0
 
     def spans(self, machines: Cluster) -> Spans:
         problem = self.problem
@@ -174,11 +201,14 @@ class Rank:
 
     def _load(self) -> tuple[Load, list[int]]:
         """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
-        number, tokens, problem = self.number // self.ways, self._tokens(), self.problem
-        routes = Routes.of(problem, tokens, number)
+        number, routes, problem = self.number // self.ways, self._routes(), self.problem
         row = 4 * (problem.dim + problem.dim_v) * problem.heads_kv
         to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
-        return load_of(problem, tokens, routes, number), to
+        is_part = self.ways > 1 and not self.on_mesh
+        return load_of(problem, self._tokens(), routes, number, is_part), to
+
+    def _routes(self) -> Routes:
+        return Routes.of(self.problem, self._tokens(), self.number // self.ways)
 
 
 def exchanged(problem: Problem, sides: tuple[Heads, Heads], batch: int) -> tuple[int, int]:

@@ -20,8 +20,10 @@ from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared, prepare_panels
 from dash_attn.problem import Problem
+from dash_attn.tiling import TileShape
 
 # Bytes of gathered keys and values that are worth a collective of their own. The number changes no bit.
 CHUNK_BYTES = 32 * 2**20
@@ -37,6 +39,10 @@ class Chunk:
     @property
     def heads(self) -> tuple[int, int]:
         return self.q.stop - self.q.start, self.k.stop - self.k.start
+
+    def of(self, problem: Problem) -> Problem:
+        """The problem with these heads alone."""
+        return replace(problem, heads_q=self.heads[0], heads_kv=self.heads[1])
 
     def extras(self, given: Extras | None) -> Extras | None:
         """Of these heads, with rows as `Held` takes them."""
@@ -60,20 +66,26 @@ class Load(NamedTuple):
     sums: int
 
 
-def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int) -> Load:
-    """What a rank sends and holds if the tokens lie on several ranks."""
+def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int, is_part: bool) -> Load:
+    """What a rank sends and holds if the tokens lie on several ranks. `is_part`: its axis is part of a group."""
     chunks, item = chunks_of(problem), 4 if problem.dtype == "float32" else 2
     share = problem.batch * max(layout.lengths(problem.len_k))
-    arrived = min(2, len(chunks)) * layout.ranks * share  # rows; the heads after those in work are under way
+    # Rows that are gathered, and that are sent: once, or to each rank by itself. The next heads are under way too.
+    moved = min(2, len(chunks)) * share * (layout.ranks + 1 + is_part * layout.ranks)
     to = [sum(part.count for part in parts) for parts in routes.sent]
     rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
     width, at_once = ((problem.dim + problem.dim_v) * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
     return Load(
         item * width * share * (layout.ranks - 1),
-        item * at_once * (arrived + problem.batch * problem.len_k),
+        item * at_once * (moved + problem.batch * problem.len_k),
         4 * width * (sum(to) - to[rank]),
         4 * at_once * rows,
     )
+
+
+def held_pack(problem: Problem, routes: Routes, shape_of: Callable[[Problem], TileShape], policy: str) -> Pack:
+    """The panels of a rank with the heads that it computes at a time."""
+    return Pack(chunks_of(problem)[0].of(problem), shape_of, policy, routes.panels)
 
 
 def chunks_of(problem: Problem) -> list[Chunk]:
@@ -129,6 +141,7 @@ class Tokens:
             out, lse = self._held(chunk).forward(_joined(mine), keys, values, chunk.extras(extras))
             outs.append(out.view(*mine.shape[:3], out.shape[3]))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
+            del keys, values  # those of the next heads take their place
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
     def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
@@ -141,10 +154,13 @@ class Tokens:
             own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), chunk.rows_of(operands.lse))
             partials = held.backward(own, chunk.extras(extras))
             dqs.append(partials.dq.view(q.shape))
+            del own, keys, values
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
                 sums.append(pending())
+                pending = None  # frees what has arrived before more is sent
             models = KeySums(operands.k[:, :, chunk.k], operands.v[:, :, chunk.k])
             pending = self._summed(held, partials.sums, models)
+            del partials  # its sums are copied, and the next heads need the memory
         if pending is not None:
             sums.append(pending())
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
@@ -154,12 +170,21 @@ class Tokens:
         """What this rank sends and holds."""
         if self.is_local:
             return Load(0, 0, 0, 0)
-        return load_of(self.whole.problem, self.layout, self.routes, self.axis.number)
+        return load_of(self.whole.problem, self.layout, self.routes, self.axis.number, self.axis.is_part)
+
+    def workspace_bytes(self) -> int:
+        """What the backward of this rank allocates beside its results and beside `load`."""
+        whole = self.whole
+        if whole.is_empty:
+            return 0
+        if self.is_local:
+            return whole.backend.workspace_bytes(whole.plan)
+        assert isinstance(whole.policy, str)
+        own = held_pack(whole.problem, self.routes, whole.backend.tile_shape, whole.policy)
+        return whole.backend.workspace_bytes(own)
 
     def _held(self, chunk: Chunk) -> Held:
-        heads_q, heads_kv = chunk.heads
-        problem = replace(self.whole.problem, heads_q=heads_q, heads_kv=heads_kv)
-        whole = self.whole
+        problem, whole = chunk.of(self.whole.problem), self.whole
         return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
 
     def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
@@ -169,8 +194,8 @@ class Tokens:
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):
                 arrivals.append(self._gather(k, v, chunks[number + 1]))
-            keys, values = arrivals.pop(0)()
-            yield chunk, keys.flatten(0, 1).unsqueeze(0), values.flatten(0, 1).unsqueeze(0)
+            # Not in variables: they would keep these heads until the next ones have come.
+            yield chunk, *arrivals.pop(0)()
 
     def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Callable[[], tuple[Tensor, Tensor]]:
         """Start to gather the keys and values of some heads, in one collective."""
@@ -185,14 +210,14 @@ class Tokens:
             into[:, x.shape[1] :] = 0
         arrival = self.axis.all_gather(sent)
 
-        def finish() -> tuple[Tensor, Tensor]:
+        def gathered() -> tuple[Tensor, Tensor]:
             keys, values = (
                 part.view(self.axis.size, *shape)
                 for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
             )
-            return self._ordered(keys), self._ordered(values)
+            return _joined(self._ordered(keys)), _joined(self._ordered(values))
 
-        return finish
+        return gathered
 
     def _ordered(self, parts: Tensor) -> Tensor:
         """The gathered rows of all ranks in ascending order."""
@@ -217,7 +242,7 @@ class Tokens:
         expected = [width * count for count in routes.received for width in widths]
         arrival = self.axis.exchange(sent, sizes, [sum(widths) * count for count in routes.received])
 
-        def finish() -> KeySums:
+        def added() -> KeySums:
             flat = torch.split(arrival(), expected)
             dks, dvs = (
                 [part.view(1, count, *x.shape[2:]) for part, count in zip(flat[which::2], routes.received, strict=True)]
@@ -231,7 +256,7 @@ class Tokens:
                 held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in own]))
             return into
 
-        return finish
+        return added
 
 
 def _joined(x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,7 @@ from dash_attn.api.arguments import Arguments
 from dash_attn.api.extras import Given
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
 from dash_attn.distributed.attention import Sharing, terms_of
+from dash_attn.distributed.layout import LAYOUTS
 from dash_attn.distributed.routes import Routes
 from dash_attn.integrations.megatron import DashCoreAttention
 from tests.distributed.pool import Groups
@@ -35,6 +38,7 @@ class Case:
 
     dim_v     head dim of v, if not that of q
     with_lse  the loss depends on lse too
+    device    of all tensors; the numbers are drawn on the CPU
     """
 
     batch: int = 1
@@ -47,6 +51,7 @@ class Case:
     seed: int = 0
     dim_v: int | None = None
     with_lse: bool = False
+    device: str = "cpu"
 
     @property
     def packed(self) -> bool:
@@ -63,7 +68,9 @@ class Case:
         dim_v = self.dim_v or self.dim
         sides = ((0, self.dim), (1, self.dim), (1, dim_v), (0, dim_v))
         q, k, v, dout = (
-            torch.randn((*batch, self.lengths[side], self.heads[side], dim), generator=noise).to(self.dtype)
+            torch.randn((*batch, self.lengths[side], self.heads[side], dim), generator=noise).to(
+                self.device, self.dtype
+            )
             for side, dim in sides
         )
         return q, k, v, dout
@@ -71,7 +78,7 @@ class Case:
     def dlse(self) -> Tensor:
         """The gradient of lse."""
         noise, batch = torch.Generator().manual_seed(self.seed + 1), () if self.packed else (self.batch,)
-        return torch.randn((*batch, self.heads[0], self.lengths[0]), generator=noise)
+        return torch.randn((*batch, self.heads[0], self.lengths[0]), generator=noise).to(self.device)
 
     def gradients(self, results: tuple[Tensor, Tensor], leaves: list[Tensor], given: tuple[Tensor, Tensor]) -> Any:
         """Of a loss of out, and of lse where the case has one. `given` are the gradients of out and lse."""
@@ -111,7 +118,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-def equal_everywhere(groups: Groups, case: Case, sizes: tuple[int, ...], chunk_bytes: int) -> dict[str, list[str]]:
+def equal_everywhere(
+    groups: Groups, case: Case, sizes: tuple[int, ...], chunk_bytes: int, layouts: tuple[str, ...] = LAYOUTS
+) -> dict[str, list[str]]:
     """Compare every number of ranks, mode and layout with one process: the results that differ."""
     tokens.CHUNK_BYTES = chunk_bytes
     expected = case.alone() if 1 in groups else []
@@ -122,7 +131,7 @@ def equal_everywhere(groups: Groups, case: Case, sizes: tuple[int, ...], chunk_b
     places += [(f"mesh {shape}", mesh, ("auto",)) for shape, mesh in meshes(groups, case).items()]
     for name, group, modes in places:
         for mode in modes:
-            for layout in ("zigzag", "contiguous"):
+            for layout in layouts:
                 results = apart(case, group, mode, layout)
                 if expected and (differ := differences(results, expected)):
                     wrong[f"{name}, {mode}, {layout}"] = differ
@@ -143,25 +152,25 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 def traffic(groups: Groups, case: Case, mode: str) -> tuple[Any, list[int]]:
     """What `explain` says, and the bytes of floating-point tensors sent to other ranks in forward and backward."""
-    group = max(groups)
+    group = mesh_of((max(groups) // 2, 2)) if mode == "a2a+all_gather" else None
     counted = [0]
     exchange, gather = torch.distributed.all_to_all_single, ranks._all_gather
 
     def counted_exchange(into: Tensor, x: Tensor, expected: list[int], sizes: list[int], **others: Any) -> Any:
-        counted[0] += (sum(sizes) - sizes[torch.distributed.get_rank()]) * x.element_size()
+        counted[0] += (sum(sizes) - sizes[others["group"].rank()]) * x.element_size()
         return exchange(into, x, expected, sizes, **others)
 
     def counted_gather(into: Tensor, x: Tensor, **others: Any) -> Any:
-        counted[0] += x.nbytes * (group - 1) * x.is_floating_point()
+        counted[0] += x.nbytes * (others["group"].size() - 1) * x.is_floating_point()
         return gather(into, x, **others)
 
     tokens.CHUNK_BYTES = 1
-    q, k, v, dout = (shard(x, dim=case.dim_of_tokens) for x in case.tensors())
+    q, k, v, dout = (shard(x, group=group, dim=case.dim_of_tokens) for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    said = explain(*leaves, mode=mode, **case.arguments)
+    said = explain(*leaves, group=group, mode=mode, **case.arguments)
     torch.distributed.all_to_all_single, ranks._all_gather = counted_exchange, counted_gather
     try:
-        out, _ = context_parallel_attention(*leaves, mode=mode, return_lse=True, **case.arguments)
+        out, _ = context_parallel_attention(*leaves, group=group, mode=mode, return_lse=True, **case.arguments)
         forward, counted[0] = counted[0], 0
         out.backward(dout)  # no gradient of lse, so none travels
     finally:
@@ -356,25 +365,40 @@ def refusals(groups: Groups, size: int) -> list[str]:
     return said
 
 
-def die_or_wait(groups: Groups, where: str) -> tuple[str, float]:
-    """The last rank dies before the forward or before the backward: the error of the others, and after how long."""
-    case, size = Case(arguments={"causal": True}), max(groups)
+def die_or_wait(groups: Groups, mode: str, where: str, limit: float, grave: str) -> tuple[str, float]:
+    """The last rank dies: the error of the others, and how long after the death it comes.
+
+    where  'before' the forward; or in the 'forward' or the 'backward', when tensors are about to travel
+    limit  of the group, in seconds
+    grave  the file with the time of the death. All processes have the same clock
+    """
+    group = torch.distributed.new_group(timeout=timedelta(seconds=limit))
+    case, meet = Case(heads=(4, 4), arguments={"causal": True}), ops.meet
     q, k, v, dout = (shard(x, dim=1) for x in case.tensors())
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    dies = torch.distributed.get_rank() == size - 1
-    context_parallel_attention(*leaves, mode="all_gather", causal=True)
-    begin = time.monotonic()
+
+    def die() -> None:
+        Path(grave).write_text(str(time.monotonic()), encoding="utf-8")
+        os._exit(1)
+
+    def at(place: str) -> None:
+        if group.rank() < group.size() - 1 or place != where:
+            return
+        if place == "before":
+            die()
+        ops.meet = lambda *given: (meet(*given), die())  # type: ignore[assignment,return-value,func-returns-value]
+
+    context_parallel_attention(*leaves, group=group, mode=mode, causal=True)
     try:
-        if dies and where == "forward":
-            os._exit(1)
-        out = context_parallel_attention(*leaves, mode="all_gather", causal=True)
-        if dies:
-            os._exit(1)
+        at("before")
+        at("forward")
+        out = context_parallel_attention(*leaves, group=group, mode=mode, causal=True)
+        at("backward")
         out.backward(dout)
     except RuntimeError as error:
         assert all(x.grad is None for x in leaves)
-        return type(error).__name__, time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return type(error).__name__, time.monotonic() - float(Path(grave).read_text(encoding="utf-8"))
+    return "no error", 0.0
 
 
 def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | None:

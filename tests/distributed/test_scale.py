@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from dash_attn.distributed.scale import Cluster, pipeline, predict
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tools.cli.main import main
 
+ROOT = Path(__file__).resolve().parents[2]
 LONG = Problem(1, 32, 8, 2**17, 2**17, mask=CAUSAL)
 
 
@@ -30,9 +32,46 @@ def test_the_pipeline(parts: tuple[int, float, float, float], expected: float) -
 
 def test_one_rank_sends_nothing() -> None:
     alone = predict(LONG, 1, "all_gather", "zigzag", 1)
-    assert (alone.exposed, alone.sent_bytes, alone.memory_bytes) == (0, 0, 0)
+    assert (alone.exposed, alone.sent_bytes) == (0, 0)
+    assert alone.memory_bytes == alone.workspace_bytes > 0
     flops = 4 * 32 * 128 * (2**17 * (2**17 + 1) // 2)
     assert alone.forward == pytest.approx(flops / Cluster().forward)
+
+
+@pytest.mark.parametrize(("tokens", "gib"), [(2**17, 1.32), (2**20, 10.5)])
+def test_the_workspace_of_the_backward_is_held(tokens: int, gib: float) -> None:
+    """With all panels of its heads on a rank, the sums of dK and dV are most of it. No order is made for it."""
+    problem = replace(LONG, len_q=tokens, len_k=tokens)
+    own = replace(problem, heads_q=4, heads_kv=1, panels=16)
+    shared, alone = predict(problem, 8, "a2a", "zigzag", 8), predict(replace(own, panels=1), 1, "a2a", "zigzag", 1)
+    assert shared.memory_bytes == shared.workspace_bytes == alone.workspace_bytes
+    assert shared.workspace_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+    sums = sum(4 * 2 * 128 * panel.len_k for panel in own.panel_list)
+    assert sums < shared.workspace_bytes < 1.4 * sums
+
+
+def test_memory_where_ranks_share_tokens() -> None:
+    """The workspace of a rank has its own panels alone. `a2a` with few heads gathers by parts of a group: it sends more
+    copies at a time than a mesh."""
+    shared, by_parts = (predict(LONG, 64, mode, "zigzag", 8) for mode in ("a2a+all_gather", "a2a"))
+    assert shared.workspace_bytes == by_parts.workspace_bytes > 0
+    assert by_parts.memory_bytes - shared.memory_bytes == 2 * 2 * 128 * 2**17  # keys and values of one head, 16 bits
+    assert shared.sent_bytes == by_parts.sent_bytes
+
+
+def test_a_problem_that_gpus_refuse_has_no_workspace() -> None:
+    assert predict(replace(LONG, dim=256), 8, "a2a", "zigzag", 8).workspace_bytes == 0
+
+
+def test_the_rate_of_the_backward_is_the_measured_one() -> None:
+    """Of 64k tokens, whole and in panels: docs/scale.md says so."""
+    rows = json.loads((ROOT / "benchmarks/results/length_h200.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = (row for row in rows if row["shape"]["len_q"] == 2**16)
+    ours = [name for name in row["us"] if not name.startswith("fa4")]
+    assert any("panels=" in name for name in ours) and any("panels=" not in name for name in ours)
+    for name in ours:
+        rate = row["flops"] / (1e-6 * row["us"][name]["median"])
+        assert rate == pytest.approx(Cluster().backward, rel=0.03), name
 
 
 def test_zigzag_levels_causal_work_and_a_full_mask_needs_no_levelling() -> None:

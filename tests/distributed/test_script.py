@@ -71,11 +71,13 @@ print("gone" if group() is None else "held")
 @pytest.mark.parametrize(
     ("options", "told"), [((), "identical after each of 2 steps"), (("--sum-by-rank",), "different from step 1 on")]
 )
-def test_training_on_one_and_two_ranks(
+def test_training_on_one_two_and_four_ranks(
     tmp_path: Path, options: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curves = tmp_path / "context_parallel.png"
-    small = ["--ranks", "1,2", "--steps", "2", "--layers", "1", "--length", "64", "--out", str(curves)]
+    small = ["--ranks", "1,2,4", "--steps", "2", "--layers", "1", "--length", "64", "--out", str(curves)]
     assert train_context_parallel.main([*small, *options]) == 0
-    assert f"2 ranks against 1: {told}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for ranks in (2, 4):
+        assert f"{ranks} ranks against 1: {told}" in printed
     assert curves.read_bytes().startswith(b"\x89PNG")

@@ -102,6 +102,7 @@ def fold(sums: Iterable[KeySums], into: KeySums, threads: int) -> None:
             total = each
         else:
             run_jobs(_by_head(total, each, _add), threads)
+        del each  # the next panel takes its memory
     if total is not None:
         run_jobs(_by_head(into, total, _round), threads)
 
@@ -143,10 +144,13 @@ class CpuHeld:
 def pack_workspace_bytes(pack: Pack, config: CpuConfig) -> int:
     """Bytes of the panel that needs most, because panels run one after the other.
 
-    A sequence of several panels also has fp32 dK and dV: of all its panels together, and of the panel that runs.
+    A sequence of several panels also has fp32 dK and dV: of all its panels together, and of the panel that runs. If a
+    rank holds only some panels, these are results of its backward.
     """
     row = 4 * pack.problem.heads_kv * (pack.problem.dim + pack.problem.dim_v)
-    most = max(workspace_bytes(each, config) for each in pack.plans.values())
+    most = max((workspace_bytes(each, config) for each in pack.plans.values()), default=0)
+    if pack.held is not None:
+        return most
     cut = [panels for _, group in groupby(pack.panels, attrgetter("sequence")) if len(panels := list(group)) > 1]
     return most + 2 * row * max((panel.len_k for panels in cut for panel in panels), default=0)
 

@@ -64,10 +64,17 @@ class Sm90Backend:
         return resident_workers(self.device)
 
     def workspace_bytes(self, plan: Planned) -> int:
-        if isinstance(plan, Pack):  # every panel has its own tiles
-            several = plan.problem.panels > 1
-            return sum(_workspace_bytes(plan.plan_of(panel), several) for panel in plan.panels)
-        return _workspace_bytes(plan)
+        if not isinstance(plan, Pack):
+            return _workspace_bytes(plan)
+        if plan.problem.panels == 1:  # every panel has its own tiles
+            return sum(_workspace_bytes(plan.plan_of(panel)) for panel in plan.panels)
+        # dK and dV have sums, whatever the order is. So a problem of a million tokens is not planned here.
+        sizes = {kind: _panel_bytes(alone, True) for kind, alone in plan.problems.items()}
+        whole = sum(sizes[panel.kind] for panel in plan.panels)
+        if plan.held is None:
+            return whole
+        keys = plan.problem.batch * plan.problem.len_k * plan.problem.heads_kv
+        return whole + 2 * 2 * keys * plan.problem.dim  # dK and dV in 16 bits, which only a whole problem uses
 
     def held(self, pack: Pack, options: Options) -> Held:
         """The panels of one rank. Each panel has the tables, and so the bits, that it has among all panels."""
@@ -75,12 +82,15 @@ class Sm90Backend:
         return Sm90Held(pack, self.device, partial(_held_launch, pack, options, self.device))
 
 
-def _workspace_bytes(plan: Plan, summed: bool = False) -> int:
-    """`summed`: dK and dV have fp32 sums, as in cut chains."""
-    problem, g = plan.problem, plan.program.geometry
+def _workspace_bytes(plan: Plan) -> int:
+    return _panel_bytes(plan.problem, plan.program.geometry.share > 1)
+
+
+def _panel_bytes(problem: Problem, summed: bool) -> int:
+    """`summed`: dK and dV have fp32 sums, as those of cut chains and of panels."""
     cfg, planes = config_of(problem), problem.batch * problem.heads_q
     cut, tiles = replace(cfg, cut=True), -(-problem.len_k // cfg.tile_n)
-    sums = kv_sum_shape(cut, problem.groups, tiles) if summed or g.share > 1 else (0,)
+    sums = kv_sum_shape(cut, problem.groups, tiles) if summed else (0,)
     return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(sums)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -18,6 +19,8 @@ from dash_attn.tools.bench.audit.ranks import spots_of
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.bench.operands import draw
 from tests.backends.sm90.cases import DEVICE, Case, prepared, same
+from tests.distributed import jobs
+from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.gpu
 
@@ -181,9 +184,32 @@ def test_another_order_of_the_sums_is_noticed() -> None:
     assert not torch.equal(results[1].dk, whole.dk)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 1)], ids=str)
-def test_processes_that_share_the_gpu(heads: tuple[int, int]) -> None:
+def test_an_audit_of_processes_that_share_the_gpu() -> None:
     """Ranks with a group of gloo, or of NCCL if there are GPUs enough, in every mode and layout."""
     how = Plan("cuda", tuple(spots_of((1, 2))), invariance=True, ranks=(1, 2))
-    report = audit([Subject("one", Problem(1, *heads, 1000, 1000, 128, mask=CAUSAL))], ["ours", CONTROL], how)
+    report = audit([Subject("one", Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL))], ["ours", CONTROL], how)
     assert report["ok"], [(entry["stressor"], entry["status"], entry["why"]) for entry in report["entries"]]
+
+
+SHARED = {
+    "causal": jobs.Case(lengths=(8192, 8192), heads=(8, 4), arguments={"causal": True}),
+    "two kv heads": jobs.Case(lengths=(8192, 8192), heads=(4, 2), arguments={"causal": True}),
+    "one kv head": jobs.Case(lengths=(8192, 8192), heads=(4, 1), arguments={"causal": True}),
+    "pack": jobs.Case(
+        lengths=(8192, 8192), heads=(4, 4), arguments={"causal": True, "cu_seqlens": [0, 700, 700, 4099, 8192]}
+    ),
+}
+
+
+def test_processes_that_share_the_gpu() -> None:
+    """1, 2 and 4 ranks, in every mode and layout, on a mesh too. Gloo carries the tensors, each kv head by itself.
+
+    The processes start once and run all cases: their start takes longer than the cases.
+    """
+    pool = Pool(4, 200.0)  # seconds: a rank compiles kernels while others wait for it
+    try:
+        for name, case in SHARED.items():
+            on_gpu = replace(case, dim=128, dtype=torch.bfloat16, device="cuda")
+            assert pool.run(jobs.equal_everywhere, on_gpu, (1, 2, 4), 1)[0] == {}, name
+    finally:
+        pool.close()

@@ -7,6 +7,8 @@ import torch
 from dash_attn.backends import Options
 from dash_attn.backends.sm90 import backend, launch
 from dash_attn.backends.sm90.workspace import kv_sums
+from dash_attn.distributed.layout import Layout
+from dash_attn.distributed.routes import Routes
 from dash_attn.pack import Pack, assemble
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
@@ -65,6 +67,17 @@ def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
     whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
     queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
     assert whole == 4 * sums.numel() + sum(backend._workspace_bytes(plan(each, shape)) for each in queries)
+
+
+def test_the_panels_of_ranks_need_the_workspace_of_all_panels():
+    """A rank also has dK and dV in 16 bits, of all keys."""
+    sm90, problem = backend.Sm90Backend(torch.device("cuda")), Problem(2, 4, 2, 4096, 4096, 128, mask=CAUSAL, panels=8)
+    layout = Layout("zigzag", 2, 8)
+    held = [Pack(problem, sm90.tile_shape, "auto", Routes.of(problem, layout, rank).panels) for rank in range(2)]
+    unused = 2 * 2 * problem.batch * problem.len_k * problem.heads_kv * problem.dim
+    whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
+    assert sum(sm90.workspace_bytes(each) - unused for each in held) == whole
+    assert not any("plans" in each.__dict__ for each in held), "nothing is planned"
 
 
 def test_without_panels_nothing_is_folded(monkeypatch):

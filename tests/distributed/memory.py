@@ -1,0 +1,98 @@
+"""What attention over ranks really allocates. The functions are called by name, in processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dash_attn.api.arguments import Arguments
+from dash_attn.api.extras import Given
+from dash_attn.backends import Operands
+from dash_attn.distributed import explain, shard, tokens
+from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.explain import Explanation
+from dash_attn.distributed.ops import Around, Shape, agreed
+from dash_attn.distributed.ranks import ranks_of
+from tests.distributed.jobs import Case, mesh_of
+from tests.distributed.pool import Groups
+
+# The innermost of these functions says what a tensor is for.
+PURPOSES = {
+    "_gather": "gathered",
+    "gathered": "gathered",
+    "_ordered": "gathered",
+    "key_sums": "sums",
+    "_summed": "sums",
+    "replay": "workspace",
+}
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes that are allocated at the same time, at most, for each purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = Counter[str]()
+        self._alive: dict[int, tuple[StorageWeakRef, str, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._sweep()  # before the result is entered: it may have the place of a storage that is gone
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage), purpose(), storage.nbytes()
+        self._count()
+        return result
+
+    def _sweep(self) -> None:
+        self._alive = {place: each for place, each in self._alive.items() if not each[0].expired()}
+
+    def _count(self) -> None:
+        now = self._now()
+        if any(now[name] > self.most[name] for name in now):
+            gc.collect()  # objects that refer to each other may keep the buffers of the panel before
+            self._sweep()
+            self.most |= self._now()
+
+    def _now(self) -> Counter[str]:
+        now = Counter[str]()
+        for _, name, size in self._alive.values():
+            now[name] += size
+        return now
+
+
+def purpose() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in PURPOSES:
+            return PURPOSES[frame.f_code.co_name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return "other"
+
+
+def measured(groups: Groups, case: Case, mode: str) -> tuple[Explanation, dict[str, int]]:
+    """What `explain` says, and the bytes of each purpose in forward and backward, at most."""
+    tokens.CHUNK_BYTES = 1
+    group = mesh_of((max(groups) // 2, 2)) if mode == "a2a+all_gather" else groups[max(groups)]
+    q, k, v, dout = (shard(x, group=group, dim=1, panels=case.panels) for x in case.tensors())
+    said = explain(q, k, v, group=group, mode=mode, panels=case.panels, **case.arguments)
+    asked = Arguments(**case.arguments, panels=case.panels)
+    terms, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks_of(group), mode, "zigzag"))
+    call = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), Around(None, None, None, None), terms)
+    q, dout, k, v = (heads.spread(x)() for heads, x in ((call.q, q), (call.q, dout), (call.k, k), (call.k, v)))
+    gc.collect()
+    gc.freeze()  # the objects of all loaded modules, which would take seconds to look at
+    with Live() as live:
+        out, lse = call.tokens.forward(q, k, v)
+        call.tokens.backward(Operands(dout, q, k, v, out, lse))
+    gc.unfreeze()
+    return said, dict(live.most)
