@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dash_attn.prepare import KEPT, Prepared
+from dash_attn.kept import Kept
+from dash_attn.prepare import Prepared
 
 Boundaries = Tensor | Sequence[int]
 
-_seen: dict[object, Prepared] = {}
+_seen: Kept[Prepared] = Kept(growing=lambda prepared: prepared)
 _values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 
@@ -23,10 +24,7 @@ def recall(key: tuple[object, ...], checked: Callable[[], Prepared]) -> Prepared
     except TypeError:  # an argument has no hash: the checks accept it or say what is wrong
         return checked()
     if prepared is None:
-        prepared = checked()
-        if len(_seen) >= KEPT:
-            _seen.clear()
-        _seen[key] = prepared
+        prepared = _seen.add(key, checked())
     return prepared
 
 

@@ -160,6 +160,7 @@ class Tokens:
         heads_q, heads_kv = chunk.heads
         problem = replace(self.whole.problem, heads_q=heads_q, heads_kv=heads_kv)
         whole = self.whole
+        assert isinstance(whole.policy, str)  # ranks agree on the name of a policy
         return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
 
     def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
