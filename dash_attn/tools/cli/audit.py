@@ -77,6 +77,10 @@ class AuditOptions:
             "again after every finding",
         ),
     ] = None
+    seed: Annotated[
+        int,
+        Option("--seed", help="draws inputs, and with --all everything that is random; later rounds count on from it"),
+    ] = 0
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
     timeout: Annotated[float, Option("--timeout", help="seconds of silence after which a process counts as hung")] = (
@@ -120,7 +124,7 @@ class AuditOptions:
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
         effort = (self.repeats, self.processes, self.timeout, self.at_once)
-        return Plan(self.device(), stress, *effort, invariance=self.invariance, ranks=ranks)
+        return Plan(self.device(), stress, *effort, invariance=self.invariance, seed=self.seed, ranks=ranks)
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
