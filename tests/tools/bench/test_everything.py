@@ -170,6 +170,7 @@ def test_repeats(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     report = audit_all(1e-9, ("repeats",), HOW, kept.append)
     (part,) = report["parts"]
     assert report["ok"] and part["count"] == 2 and part["failed"] == 0
+    assert part["stressors"] == {"plain": 2} and "repeats: runs under plain: 2" in shown_parts(report)
     assert len(kept) == 3 and kept[1]["parts"][0]["count"] == 2 and not kept[1]["complete"]
 
 
