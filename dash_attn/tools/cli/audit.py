@@ -264,7 +264,6 @@ def sequences(options: AuditOptions, shape: ShapeOptions) -> list[Problem]:
 
 def shown_invariance(report: Report) -> str:
     """A line for each case and change, a column for each target: whether the bits stay, or which tensors differ."""
-    from dash_attn.tools.bench.audit.rounds import under
     from dash_attn.tools.bench.audit.targets import CONTROL
     from dash_attn.tools.bench.report import text_table
 
@@ -281,7 +280,7 @@ def shown_invariance(report: Report) -> str:
     text += [f"{e['case']}, {e['target']}, {e['stressor']}: {e['why']}" for e in report["entries"] if e["why"]]
     if any(e["target"] == CONTROL and e["status"] == "same bits" for e in report["entries"]):
         text.append(f"{CONTROL}: it changes its order and keeps its bits, so this audit notices nothing")
-    return "\n".join([*text, *under(report["stressors"]), verdict(report)])
+    return "\n".join([*text, verdict(report)])
 
 
 def same_in(entry: Entry) -> str:
