@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
+from dash_attn.kept import kept
 from dash_attn.launch import compose
 from dash_attn.problem import Problem
 from dash_attn.program import Program, Sequences
@@ -36,7 +36,7 @@ class Plan:
         return self.program.fingerprint
 
 
-@lru_cache(maxsize=256)
+@kept()
 def plan(problem: Problem, shape: TileShape, policy: str | Program = "auto") -> Plan:
     """Order a problem by a policy and verify the result.
 
@@ -51,10 +51,10 @@ def plan(problem: Problem, shape: TileShape, policy: str | Program = "auto") -> 
     return Plan(problem, verify(compose(tile(problem, shape), policy)))
 
 
-_verified = lru_cache(maxsize=64)(verify)  # a program can be given for many problems
+_verified = kept()(verify)  # a program can be given for many problems
 
 
-@lru_cache(maxsize=256)
+@kept()
 def placement(planned: Plan, workers: int) -> Sequences:
     """A verified placement on `workers` co-resident workers. TooFewWorkers says how many are needed."""
     return planned.verified.on(workers).placement

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dash_attn.backends import Backend, Backward, Extras, Forward, Gradients, Held, Operands, Options, backend_for
 from dash_attn.backends.sinks import write_sink_gradient
+from dash_attn.kept import grown, kept
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
 from dash_attn.problem import Panel, Problem
 from dash_attn.program import Program
-
-KEPT = 256  # prepared problems that stay ready
 
 
 class Prepared:
@@ -32,6 +31,7 @@ class Prepared:
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
         self._index = backend.device.index if self._on_gpu else None
+        self._counted: set[str] = set()  # the calls after which the caches know how large this object is
 
     @cached_property
     def plan(self) -> Planned:
@@ -75,9 +75,13 @@ class Prepared:
                 lse.copy_(extras.sinks)
             return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse.transpose(-1, -2).contiguous()
         if self._is_plain():
-            return self.run_forward(q, k, v, extras)
-        with torch.autocast(self._kind, enabled=False):
-            return self.run_forward(q, k, v, extras)
+            attended = self.run_forward(q, k, v, extras)
+        else:
+            with torch.autocast(self._kind, enabled=False):
+                attended = self.run_forward(q, k, v, extras)
+        if "forward" not in self._counted:
+            self._count("forward")
+        return attended
 
     def backward(self, operands: Operands, into: Gradients | None = None, extras: Extras | None = None) -> Gradients:
         """The gradients, written to `into` if given. Shapes are as in `forward`. `extras.dsinks` is written too."""
@@ -100,9 +104,18 @@ class Prepared:
         if self._is_unordered and torch.are_deterministic_algorithms_enabled():
             _alert()
         if self._is_plain():
-            return self.run_backward(operands, into, extras)
-        with torch.autocast(self._kind, enabled=False):
-            return self.run_backward(operands, into, extras)
+            grads = self.run_backward(operands, into, extras)
+        else:
+            with torch.autocast(self._kind, enabled=False):
+                grads = self.run_backward(operands, into, extras)
+        if "backward" not in self._counted:
+            self._count("backward")
+        return grads
+
+    def _count(self, call: str) -> None:
+        """The first call has made the plan and the tables. They are as large as they will ever be."""
+        self._counted.add(call)
+        grown(self)
 
     def _is_elsewhere(self) -> bool:
         """Whether another GPU is the current one. Kernels are launched on the current GPU."""
@@ -132,13 +145,13 @@ def _alert() -> None:
     warnings.warn(said, stacklevel=3)
 
 
-@lru_cache(maxsize=KEPT)
+@kept(growing=lambda prepared: prepared)
 def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device) -> Prepared:
     """Make the problem ready for tensors on the device `like`. Equal arguments give the same object."""
     return Prepared(problem, policy, options, backend_for(like))
 
 
-@lru_cache(maxsize=KEPT)
+@kept(growing=lambda held: held.pack)
 def prepare_panels(
     problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device
 ) -> Held:

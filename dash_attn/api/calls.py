@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dash_attn.kept import Kept
+
 if TYPE_CHECKING:
     from dash_attn.prepare import Prepared
 
 Boundaries = Tensor | Sequence[int]
 
-KEPT = 256  # calls that are known again
-
-_seen: dict[object, Prepared] = {}
+_seen: Kept[Prepared] = Kept(growing=lambda prepared: prepared)
 _values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 
@@ -27,10 +27,7 @@ def recall(key: tuple[object, ...], checked: Callable[[], Prepared]) -> Prepared
     except TypeError:  # an argument has no hash: the checks accept it or say what is wrong
         return checked()
     if prepared is None:
-        prepared = checked()
-        if len(_seen) >= KEPT:
-            _seen.clear()
-        _seen[key] = prepared
+        prepared = _seen.add(key, checked())
     return prepared
 
 

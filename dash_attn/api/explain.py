@@ -12,6 +12,7 @@ from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.attention import prepared_for
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given
+from dash_attn.kept import grown
 from dash_attn.order import POLICIES, parse
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared
@@ -107,6 +108,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "deterministic": backend.always_deterministic or prepared.options.deterministic,
         "software": backend.software(),
     }
+    grown(prepared)  # by the plans of all panels
     decides = [str(said[name]) for name in DECIDES] + [repr(problem)]
     return Explanation(**said, identity=hashlib.sha256("\n".join(decides).encode()).hexdigest()[:16])
 

@@ -111,6 +111,9 @@ class Held(Protocol):
     panels, lse is (1, heads, rows), and k and v are (1, rows, kv heads, dim) with the keys that the panels see.
     """
 
+    @property
+    def pack(self) -> Pack: ...
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> tuple[Tensor, Tensor]:
         """out and lse of the panels: the bits of the whole problem."""
         ...

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple, cast
 
 import torch
@@ -28,6 +27,7 @@ from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.meeting import meet
 from dash_attn.distributed.ranks import Ranks
 from dash_attn.distributed.tokens import Tokens
+from dash_attn.kept import kept
 from dash_attn.prepare import prepare
 from dash_attn.problem import Features
 
@@ -61,7 +61,7 @@ class Terms(NamedTuple):
         return SEPARATOR.join([*[str(x) for x in numbers], cu, tiles, rows, policy, self.layout, *self.groups])
 
     @staticmethod
-    @lru_cache(maxsize=256)
+    @kept()
     def read(text: str) -> Terms:
         left, right, scale, deterministic, sm_margin, panels, ways, softcap, dropout, cu, *others = text.split(
             SEPARATOR
@@ -239,10 +239,17 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, ha
     )
     dim_v = None if shape.dim_v == shape.dim else shape.dim_v
     features = Features(terms.softcap, around.sinks is not None, terms.dropout, dim_v)
-    return _call(shape, tuple(map(tuple, lengths)), cu, terms._replace(order=order).text(), features, ranks)
+    return _call(
+        shape,
+        tuple((rows_q, rows_k) for rows_q, rows_k in lengths),
+        cu,
+        terms._replace(order=order).text(),
+        features,
+        ranks,
+    )
 
 
-@lru_cache(maxsize=256)
+@kept(growing=lambda call: call.tokens.whole)
 def _call(
     shape: Shape,
     rows: tuple[tuple[int, int], ...],

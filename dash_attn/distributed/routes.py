@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 
 from dash_attn.distributed.layout import Layout, Range
+from dash_attn.kept import kept
 from dash_attn.problem import Panel, Problem
 
 
@@ -69,7 +69,7 @@ class Routes:
         return Routes(panels[rank], _joined(every[rank]), tuple(map(tuple, sent)), tuple(received))
 
 
-@lru_cache(maxsize=64)
+@kept()
 def _panels(
     problem: Problem, layout: Layout
 ) -> tuple[tuple[tuple[Panel, ...], ...], dict[int, list[tuple[int, int, Panel]]]]:

@@ -185,6 +185,7 @@ class Tokens:
 
     def _held(self, chunk: Chunk) -> Held:
         problem, whole = chunk.of(self.whole.problem), self.whole
+        assert isinstance(whole.policy, str)  # ranks agree on the name of a policy
         return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
 
     def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:

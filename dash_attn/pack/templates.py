@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
-from threading import Lock
 
 import numpy as np
 
+from dash_attn.kept import Kept
 from dash_attn.order import POLICIES, parse
 from dash_attn.pack.rounds import awaited, rounds_of
 from dash_attn.plan import plan
@@ -17,7 +17,7 @@ from dash_attn.program import RUN, Chain, Program
 from dash_attn.program.program import Int32, Longs, frozen
 from dash_attn.tiling import TileShape
 
-KEPT_BYTES = 64 * 2**20  # of the templates that a family keeps
+KEPT_BYTES = 64 * 2**20  # of the templates of a family
 FAMILIES = 8  # families that are kept
 BITS = 32  # bits of a length in a code
 RUN_WIDTH = len(RUN) + 1  # a run and a zero: 32 bytes, which a GPU loads at once
@@ -63,10 +63,6 @@ class Template:
     contributors: Int32
     rounds: Longs
     facts: tuple[int, ...]  # columns Fact
-
-    @property
-    def nbytes(self) -> int:
-        return self.bundles.nbytes + self.chains.nbytes + self.runs.nbytes + self.contributors.nbytes
 
     @staticmethod
     def of(program: Program) -> Template:
@@ -139,26 +135,15 @@ class Family:
 
 
 class Templates:
-    """The templates of a family, made when they are first needed. Above KEPT_BYTES the oldest are dropped."""
+    """The templates of a family, made when they are first needed."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        self._known: dict[int, Template] = {}
-        self._bytes, self._lock = 0, Lock()
+        self._known: Kept[Template] = Kept(KEPT_BYTES)
 
     def of(self, code: int) -> Template:
         template = self._known.get(code)
-        return self._add(code) if template is None else template
-
-    def _add(self, code: int) -> Template:
-        template = self._make(code)
-        with self._lock:
-            if code not in self._known:
-                self._known[code] = template
-                self._bytes += template.nbytes
-            while self._bytes > KEPT_BYTES:
-                self._bytes -= self._known.pop(next(iter(self._known))).nbytes
-        return template
+        return self._known.add(code, self._make(code)) if template is None else template
 
     def _make(self, code: int) -> Template:
         family, problem = self._family, self._family.problem(code)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from dash_attn.jit import compiled
+from dash_attn.kept import kept
 from dash_attn.program.board import Board, board_of
 from dash_attn.program.program import Chain, Longs, Program, Run, Sequences
 
@@ -50,7 +50,7 @@ class Costs:
         return 1 + self.jitter * _unlike(tasks) if self.jitter else np.ones(tasks)
 
 
-@lru_cache(maxsize=4)
+@kept()
 def _unlike(tasks: int) -> Floats:
     """Numbers of mean 0 and standard deviation 1. RandomState gives the same ones in every numpy."""
     return np.random.RandomState(0).uniform(-(3**0.5), 3**0.5, tasks)

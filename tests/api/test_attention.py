@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dash_attn.api import attention, backward
-from dash_attn.api.explain import explain
+from dash_attn.api.explain import explain, explanation
 from dash_attn.backends import Options
+from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window
+from dash_attn.tiling import TileShape
 from dash_attn.tools.bench.operands import exact
-from tests.backends.cpu.reference import DTYPES, difference, error
+from tests.backends.cpu.reference import CPU, DTYPES, difference, error
 
 
 def qkv(*lengths: int, heads: tuple[int, int] = (4, 2), dim: int = 16, dtype: str = "float32") -> list[Tensor]:
@@ -298,6 +300,47 @@ def test_identity_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(other.identity == said.identity for other in same)
     assert len({said.identity, *(other.identity for other in others)}) == 1 + len(others)
     assert f"torch {torch.__version__}" in others[-1].software
+
+
+@pytest.mark.parametrize("part", ["name", "software", "forward_provider", "tile_shape", "deterministic"])
+def test_identity_covers_what_computes(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone: the backend, its code and machine, the forward's library, the tiles, whether the order is kept."""
+    ready = prepare(Problem(1, 4, 2, 600, 600, 8, "float32"), "fa3", Options(), CPU)
+    said = explanation(ready).identity
+    if part == "name":
+        monkeypatch.setattr(CpuBackend, "name", "other")
+    elif part == "tile_shape":
+        monkeypatch.setattr(CpuBackend, "tile_shape", lambda *_: TileShape(128, 256))
+    elif part == "deterministic":
+        monkeypatch.setattr(CpuBackend, "always_deterministic", False)
+        ready = prepare(ready.problem, "fa3", Options(deterministic=False), CPU)
+    else:
+        monkeypatch.setattr(CpuBackend, part, lambda *_: "other")
+    assert explanation(ready).identity != said
+
+
+def test_identity_leaves_out_workers_and_names() -> None:
+    """Both policies have one order."""
+    tensors, threads = qkv(1000), torch.get_num_threads()
+    one = explain(*tensors, causal=True, policy="spt")
+    other = explain(*tensors, causal=True, policy="diagonal")
+    assert one.policy != other.policy and one.identity == other.identity
+    torch.set_num_threads(threads + 5)
+    try:
+        more = explain(*tensors, causal=True, policy="spt")
+    finally:
+        torch.set_num_threads(threads)
+    assert more.workers != one.workers and more.identity == one.identity
+
+
+def test_fingerprint_covers_the_order_of_the_whole_call() -> None:
+    """Not the scale or the data type, which are inputs."""
+    tensors = qkv(600)
+    said = explain(*tensors, causal=True).fingerprint
+    assert said == explain(*tensors, causal=True, scale=0.1).fingerprint
+    assert said == explain(*(x.bfloat16() for x in tensors), causal=True).fingerprint
+    assert said != explain(*(x[:1] for x in tensors), causal=True).fingerprint
+    assert said != explain(*(x[:, :500] for x in tensors), causal=True).fingerprint
 
 
 def test_a_pack_in_which_no_sequence_has_both_queries_and_keys() -> None:

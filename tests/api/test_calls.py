@@ -12,6 +12,11 @@ import torch
 
 import dash_attn
 from dash_attn.api import calls
+from dash_attn.api.explain import explanation
+from dash_attn.backends import Operands, Options
+from dash_attn.kept import ENTRY_BYTES, Kept, bytes_of
+from dash_attn.plan import Plan, placement, plan
+from dash_attn.prepare import prepare
 from dash_attn.problem import Problem
 
 LENGTH = 24
@@ -100,11 +105,39 @@ def test_what_cannot_be_remembered_still_runs() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "KEPT", 3)
-    calls._seen.clear()
-    for cut in range(1, 9):
-        dash_attn.backward(**arguments(cu_seqlens_q=[0, cut, LENGTH]))
-        assert len(calls._seen) <= 3
+    """Neither the calls nor the problems, plans and placements behind them take more bytes than they may."""
+    given, most = [arguments(cu_seqlens_q=[0, cut, LENGTH]) for cut in range(1, 21)], 60_000
+    monkeypatch.setattr(calls, "_seen", Kept(most, growing=lambda prepared: prepared))
+    caches = [calls._seen, *(function.cache for function in (prepare, plan, placement))]
+    for cache in caches:
+        cache.clear()
+        monkeypatch.setattr(cache, "limit", most)
+    for number, each in enumerate(given, 1):
+        dash_attn.backward(**each)
+        for cache in caches:
+            there = sum(ENTRY_BYTES + bytes_of(key, entry.value) for key, entry in cache._entries.items())
+            assert there == pytest.approx(cache.nbytes, rel=0.05) and 0 < cache.nbytes <= most, number
+    assert all(1 < len(cache) < len(given) for cache in caches)
+
+
+@pytest.mark.parametrize("after", ["backward", "explain"])
+def test_a_plan_is_counted_when_it_is_made(after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward needs no plan. Every cache that has the problem counts the plan as soon as it is there."""
+    monkeypatch.setattr(calls, "_seen", Kept(growing=lambda prepared: prepared))
+    prepare.cache_clear()
+    ready = prepare(Problem(1, 16, 16, 512, 512, 8, "float32"), "auto", Options(), torch.device("cpu"))
+    calls._seen.add("a call", ready)
+    q = torch.randn(1, 512, 16, 8)
+    out, lse = ready.forward(q, q, q)
+    caches = (calls._seen, prepare.cache)
+    before = [cache.nbytes for cache in caches]
+    if after == "backward":
+        ready.backward(Operands(out, q, q, q, out, lse))
+    else:
+        explanation(ready)
+    assert isinstance(ready.plan, Plan)
+    for cache, bytes_before in zip(caches, before, strict=True):
+        assert cache.nbytes > bytes_before + ready.plan.program.nbytes
 
 
 def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +152,7 @@ def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -
     counted(Problem, "__post_init__")
     counted(torch.Tensor, "tolist")
     counted(importlib.import_module("dash_attn.pack.pack"), "plan")
-    monkeypatch.setattr(calls, "_seen", {})
+    monkeypatch.setattr(calls, "_seen", Kept())
     q, k, v = (torch.randn(LENGTH, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     cu = torch.tensor([0, 13, LENGTH], dtype=torch.int32)
     read = []

@@ -18,8 +18,9 @@ from dash_attn.api import calls
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.attention import prepared_for
 from dash_attn.backends.sm90.tables import _copying
+from dash_attn.kept import bytes_of
 from dash_attn.plan import Plan
-from dash_attn.prepare import KEPT, Prepared, prepare
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.program import save
 from dash_attn.tools.bench.host import CASES, measure_host
 
@@ -327,7 +328,7 @@ def test_a_graph_outlives_what_is_prepared_after_it(how: dict[str, object]) -> N
         out = dash_attn.attention(*leaves, **how)
         captured = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     q, k, v = tensors(1000)
-    for end in range(1, KEPT + 45):
+    for end in range(1, 301):
         other = prepared_for(q, k, v, Arguments(causal=True, cu_q=[0, end, 1000]))
         other.forward(q, k, v)
         _ = other.run_backward
@@ -339,6 +340,18 @@ def test_a_graph_outlives_what_is_prepared_after_it(how: dict[str, object]) -> N
         graph.replay()
         torch.cuda.synchronize()
         assert same(captured, want)
+
+
+@EVERY_SEEN
+def test_tables_on_the_gpu_count(how: dict[str, object]) -> None:
+    """The caches count the tables that a backward has uploaded."""
+    forget()
+    inputs = inputs_for(how)
+    gradients(*inputs, **how)
+    (ready,) = [entry.value for entry in prepare.cache._entries.values()]
+    launch = getattr(ready.run_backward, "launch", ready.run_backward)
+    assert prepare.cache.nbytes > launch.tables.program[0].untyped_storage().nbytes() > 0
+    assert prepare.cache.nbytes >= bytes_of(ready)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dash_attn.api import attention, calls, flash_attn_func, flash_attn_varlen_func, ops
 from dash_attn.api.ops import Order, Posed
+from dash_attn.kept import Kept
 from dash_attn.problem import CAUSAL, FULL, Mask, documents, intervals_by_row, tiles, window
 
 LENGTH = 300
@@ -197,7 +198,7 @@ def test_determinism_is_read_when_compiled_code_runs(
     compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, real = [], ops.Options
-    monkeypatch.setattr(calls, "_seen", {})
+    monkeypatch.setattr(calls, "_seen", Kept())
     monkeypatch.setattr(ops, "Options", lambda *how: asked.append(how[0]) or real(*how))
     monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
     run = compiled(attention)

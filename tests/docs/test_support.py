@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(__file__).with_name("support.txt")
 DOCUMENT = ROOT / "docs/support.md"
-CONTRACT = ROOT / "docs/contract.md"
+NAMING = ("contract.md", "determinism.md")  # documents that name a test for each claim
 HEAD = """# What is supported
 
 <!-- Written by `python tests/docs/test_support.py` from tests/docs/support.txt: change it there. -->
@@ -114,10 +114,34 @@ def test_the_document_is_up_to_date() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == document(), "run: python tests/docs/test_support.py"
 
 
-def test_the_tests_of_the_contract_exist() -> None:
-    links = re.findall(r"\[([^\]]+)\]\(\.\./tests/([^)]+)\)", CONTRACT.read_text(encoding="utf-8"))
-    missing = [(name, file) for name, file in links if needs_gpu(f"{file}::test_{name.replace(' ', '_')}") is None]
-    assert links and not missing, f"no such test: {missing}"
+@pytest.mark.parametrize("document", NAMING)
+def test_the_tests_of_the_contract_exist(document: str) -> None:
+    """The text of a link is the name of a test in that file. A table may also name the file as a whole."""
+    links = re.findall(r"\[([^\]]+)\]\(\.\./tests/([^)]+)\)", (ROOT / "docs" / document).read_text(encoding="utf-8"))
+    named = [(name, file) for name, file in links if name != Path(file).stem]
+    missing = [(name, file) for name, file in named if needs_gpu(f"{file}::test_{name.replace(' ', '_')}") is None]
+    assert len(named) > 20 and not missing, f"no such test: {missing}"
+
+
+def test_every_section_of_the_promise_names_tests() -> None:
+    """Those with a list of claims. The examples of the others run as tests."""
+    text = (ROOT / "docs/determinism.md").read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part for part in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]}
+    claims = [
+        "What keeps bits",
+        "What changes bits",
+        "The identity of a run",
+        "Order and placement",
+        "What `auto` does",
+        "Bits belong to the sequence",
+        "Fail closed",
+        "Files and caches",
+    ]
+    for name in claims:
+        bullets = re.findall(r"^- (?:.+\n)(?:  .+\n)*", sections[name], re.MULTILINE)
+        without = [bullet for bullet in bullets if "](../tests/" not in bullet]
+        # The lists of `auto` belong to the sentences before them, which name the tests.
+        assert bullets and "](../tests/" in sections[name] and (not without or name == "What `auto` does"), without
 
 
 def test_a_mark_is_seen() -> None:

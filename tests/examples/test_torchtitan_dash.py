@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import dash_attn
 from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.kept import Kept
 from dash_attn.prepare import prepare
 from dash_attn.problem import Problem
 
@@ -142,7 +143,7 @@ def test_what_attention_gave_is_kept(titan: Any, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(CpuBackend, "forward", counted)
     prepare.cache_clear()
-    monkeypatch.setattr("dash_attn.api.calls._seen", {})
+    monkeypatch.setattr("dash_attn.api.calls._seen", Kept())
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE

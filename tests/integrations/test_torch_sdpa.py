@@ -15,6 +15,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from dash_attn.api import attention
 from dash_attn.integrations import torch_sdpa
+from dash_attn.kept import Kept
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention
 CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -219,7 +220,7 @@ def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> Non
     asked = []
     module = import_module("dash_attn.api.backward")
     real = module.Options
-    monkeypatch.setattr("dash_attn.api.calls._seen", {})
+    monkeypatch.setattr("dash_attn.api.calls._seen", Kept())
     monkeypatch.setattr(module, "Options", lambda *how: asked.append(how[0]) or real(*how))
     for value in ("1", "0"):
         monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)

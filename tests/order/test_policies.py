@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from dash_attn.order import (
 )
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, tiles, window
 from dash_attn.simulate import Paper, simulate
-from dash_attn.tiling import TileShape, tile
+from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.verify import verify
 from tests.order.small import chains, square
 from tests.strategies import examples, tilings
@@ -117,6 +118,15 @@ def test_parse() -> None:
 
 
 # ---- order and placement are apart -------------------------------------------------------------------------
+
+
+def test_no_policy_sees_the_number_of_workers() -> None:
+    """A policy is given a tiling and a width, and neither says how many workers there are."""
+    assert list(inspect.signature(arrange).parameters) == ["tiling", "policy"]
+    for policy in POLICIES.values():
+        for build in (policy.build, policy.last):
+            assert build is None or len(inspect.signature(build).parameters) == 2
+    assert not [name for name in dir(Tiling) + dir(Problem) if "worker" in name]
 
 
 def test_different_orders_have_different_fingerprints() -> None:

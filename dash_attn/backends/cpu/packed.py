@@ -18,6 +18,7 @@ from dash_attn.backends.cpu.forward import Attended, fill
 from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
 from dash_attn.backends.sinks import write_sink_gradient
+from dash_attn.kept import grown
 from dash_attn.pack import Pack
 from dash_attn.problem import Panel
 
@@ -134,7 +135,9 @@ class CpuHeld:
     def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
         dq = torch.empty_like(operands.q, memory_format=torch.contiguous_format)
         run = Run(self.pack, self.config, operands, Softmax.of(self.pack.problem, extras))
-        return Partials(dq, tuple(run.key_sums(panel, dq) for panel in self.pack.panels))
+        sums = tuple(run.key_sums(panel, dq) for panel in self.pack.panels)
+        grown(self.pack)  # the first backward has made its plans
+        return Partials(dq, sums)
 
     @without_grad
     def fold(self, sums: Iterable[KeySums], into: KeySums) -> None:

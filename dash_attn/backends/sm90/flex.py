@@ -82,7 +82,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
     return out, aux.lse
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # nothing tells the bytes of compiled code
 def compiled(shape: Problem) -> Callable[..., tuple[Tensor, Tensor]]:
     """`run`, compiled for problems that differ from `shape` in their masks alone.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Extras, Forward
 from dash_attn.backends.variables import variable
+from dash_attn.kept import kept
 from dash_attn.problem import Problem
 
 from . import flex
@@ -231,7 +232,7 @@ class LibraryForward:
         return run(q, k, v, extras)
 
 
-@lru_cache(maxsize=256)
+@kept()  # the answer is small, and the problem that it is for may be large
 def has_empty_rows(problem: Problem) -> bool:
     lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
     return bool((lo == hi).any())

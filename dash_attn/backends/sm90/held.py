@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Extras, KeySums, Operands, Partials
+from dash_attn.kept import grown
 from dash_attn.pack import Assembly, Doc, Pack
 from dash_attn.problem import Panel, Problem, documents
 
@@ -49,6 +50,7 @@ class Sm90Held:
 
     def __init__(self, pack: Pack, device: torch.device, launch: Callable[[], tuple[Launch, Assembly]]) -> None:
         self.pack, self.device, self._launch = pack, device, launch
+        self._launched: tuple[Launch, Assembly] | None = None
         self.ranges = [_range(pack.problem, panels) for panels in neighbours(pack)]
         self._require_rows()
 
@@ -94,9 +96,12 @@ class Sm90Held:
             into.dk.copy_(total.dk.mul_(self.pack.problem.softmax_scale))
             into.dv.copy_(total.dv)
 
-    @cached_property
+    @property
     def launched(self) -> tuple[Launch, Assembly]:
-        return self._launch()
+        if self._launched is None:
+            self._launched = self._launch()
+            grown(self.pack)
+        return self._launched
 
     @cached_property
     def first_rows(self) -> list[int]:

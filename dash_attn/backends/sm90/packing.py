@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dash_attn.kept import kept
 from dash_attn.problem import Documents, Problem
 from dash_attn.program.program import Int32, Longs
 
@@ -37,7 +37,7 @@ class Spread(NamedTuple):
     rows: int
 
 
-@lru_cache(maxsize=256)
+@kept()
 def packing_of(documents: Documents, batch: int, device: torch.device) -> Packing:
     """The rows of a batch as one pack, each row with the same documents.
 
@@ -48,7 +48,7 @@ def packing_of(documents: Documents, batch: int, device: torch.device) -> Packin
     return Packing(cu_q, cu_k, int(q.max()), int(k.max()))
 
 
-@lru_cache(maxsize=256)
+@kept()
 def spread_of(documents: Documents, batch: int, tile: int, device: torch.device) -> Spread | None:
     """Room for whole tiles of keys. None if keys need none: only the last document ends inside a tile."""
     q, k = (_lengths(cu, batch) for cu in (documents.cu_q, documents.cu_k))

@@ -69,6 +69,12 @@ class AuditOptions:
         ),
     ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
+    calls: Annotated[
+        int,
+        Option(
+            "--calls", help="calls of each repeat, which follow each other closely; a repeat counts as so many runs"
+        ),
+    ] = 1
     minutes: Annotated[
         float | None,
         Option(
@@ -77,6 +83,10 @@ class AuditOptions:
             "again after every finding",
         ),
     ] = None
+    seed: Annotated[
+        int,
+        Option("--seed", help="draws inputs, and with --all everything that is random; later rounds count on from it"),
+    ] = 0
     processes: Annotated[int, Option("--processes", help="fresh processes")] = 2
     at_once: Annotated[int, Option("--at-once", help="fresh processes that run side by side, at most")] = 8
     timeout: Annotated[float, Option("--timeout", help="seconds of silence after which a process counts as hung")] = (
@@ -111,6 +121,7 @@ class AuditOptions:
                 raise ValueError(f"--stress {name!r}: on this device choose from {', '.join(known)}")
         for option, given in (
             ("repeats", self.repeats),
+            ("calls", self.calls),
             ("processes", self.processes),
             ("at-once", self.at_once),
             ("timeout", self.timeout),
@@ -119,8 +130,11 @@ class AuditOptions:
                 raise ValueError(f"--{option} must be at least 1, got {given}")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
-        effort = (self.repeats, self.processes, self.timeout, self.at_once)
-        return Plan(self.device(), stress, *effort, invariance=self.invariance, ranks=ranks)
+        for option, given, default in (("seed", self.seed, 0), ("calls", self.calls, 1)):
+            if self.invariance and given != default:
+                raise ValueError(f"--{option}: --invariance compares single calls with inputs of its own: leave it out")
+        effort = (self.repeats, self.processes, self.timeout, self.at_once, self.invariance)
+        return Plan(self.device(), stress, *effort, seed=self.seed, ranks=ranks, calls=self.calls)
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
@@ -285,6 +299,7 @@ def verdict(report: Report) -> str:
 
 def shown(report: Report) -> str:
     """A line for each entry, then what differs and where."""
+    from dash_attn.tools.bench.audit.rounds import under
     from dash_attn.tools.bench.report import text_table
 
     lines = [
@@ -301,4 +316,4 @@ def shown(report: Report) -> str:
                 f"{where}: {name} differs in {t['runs']} of {e['runs']} runs, in up to {t['elements']} elements, first "
                 f"at {t['first']} ({t['values'][0]:.9g} for {t['values'][1]:.9g}), by at most {t['largest']:.3g}"
             )
-    return "\n".join([*text, verdict(report)])
+    return "\n".join([*text, *under(report["stressors"]), verdict(report)])

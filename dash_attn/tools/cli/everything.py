@@ -48,7 +48,8 @@ def audit_everything(options: AuditOptions, shape: Sequence[str], plan: Plan, as
 
 
 def shown_parts(report: Report) -> str:
-    """A line for each part, then the outcomes and what failed."""
+    """A line for each part, then the outcomes, the runs under each stressor, and what failed."""
+    from dash_attn.tools.bench.audit.rounds import under
     from dash_attn.tools.bench.report import text_table
 
     lines = []
@@ -58,7 +59,8 @@ def shown_parts(report: Report) -> str:
     text = [text_table(["part", "tried", "failed", "time"], lines)]
     for part in report["parts"]:
         outcomes = ", ".join(f"{outcome}: {number}" for outcome, number in part["outcomes"].items() if number)
-        text += [f"{part['part']}: {line}" for line in (outcomes, *part["why"])]
+        lines_of_part = (outcomes, *under(part.get("stressors", {})), *part["why"])
+        text += [f"{part['part']}: {line}" for line in lines_of_part]
     tried, failed = (sum(part[name] for part in report["parts"]) for name in ("count", "failed"))
     verdict = "all promises hold" if report["ok"] else "NOT all promises hold"
     if not report["complete"]:

@@ -99,6 +99,14 @@ def test_one_panel_is_no_cut(mask: Mask, heads: tuple[int, int]) -> None:
     assert explain(q, k, v, mask=mask).identity != explain(q, k, v, mask=mask, panels=2).identity
 
 
+def test_another_cut_has_other_bits() -> None:
+    q, k, v = (torch.randn(1, 700, 2, 16) for _ in range(3))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    one, two, three = (backward(out, q, k, v, out, lse, causal=True, panels=panels) for panels in (1, 2, 3))
+    assert difference(one, two) and difference(two, three)
+    assert len({explain(q, k, v, causal=True, panels=panels).fingerprint for panels in (1, 2, 3)}) == 3
+
+
 @pytest.mark.parametrize("lengths", [(700, 700), (300, 700), (600, 400)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_panel_is_a_call_with_its_keys(lengths: tuple[int, int], dtype: torch.dtype) -> None:

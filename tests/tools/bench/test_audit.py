@@ -9,6 +9,8 @@ import signal
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import watch
 from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
-from dash_attn.tools.bench.audit.compare import bits, differences, merge
+from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
 from dash_attn.tools.bench.audit.watch import Hear, Heard, watched
@@ -51,6 +53,7 @@ def job(step: Path, folder: Path, target: str, *stressors: str) -> dict:
         "target": target,
         "device": "cpu",
         "repeats": 6,
+        "calls": 1,
         "stressors": list(stressors),
         "reference": reference,
     }
@@ -75,6 +78,40 @@ def test_a_difference_is_found_and_described(in_process: None, fakes: str) -> No
     assert threads["status"] == "not applicable"
     text = shown(report)
     assert "dk differs in 3 of 8 runs" in text and "[0, 3, 0, 5]" in text and "NOT all bits equal" in text
+
+
+def test_a_repeat_of_several_calls(in_process: None, fakes: str) -> None:
+    """All of its calls are compared and counted. If some of them differ, the repeat counts once."""
+    how = Plan("cpu", ("plain", "workers"), repeats=3, calls=4)
+    report = audit([Subject("causal", PROBLEM)], ["ours", f"{fakes}:differs"], how)
+    runs = [(e["stressor"], e["runs"], e["differing"]) for e in report["entries"]]
+    assert runs == [("plain", 12, 0), ("workers", 12, 0), ("plain", 12, 3), ("workers", 0, 0)]
+    differing = report["entries"][2]["tensors"]["dk"]
+    assert differing["runs"] == 3 and differing["elements"] == 1 and differing["first"] == [0, 3, 0, 5]
+    assert report["stressors"] == {"plain": 24, "workers": 12} and "runs under plain: 24, workers: 12" in shown(report)
+
+
+def test_results_are_freed_before_the_next_call() -> None:
+    """So that the next call can get their memory, filled with other numbers."""
+    alive: list[bool] = []
+    last: list[weakref.ref] = []
+
+    def results() -> Iterator[tuple[torch.Tensor, ...]]:
+        for _ in range(6):
+            alive.extend(each() is not None for each in last)
+            result = torch.ones(3)
+            last[:] = [weakref.ref(result)]
+            yield (result,)
+            del result
+
+    want = (torch.ones(3),)
+    assert [differences(got, want, ("dq",)) for got in in_bursts(results(), want, 3)] == [{}, {}]
+    assert alive == [False] * 5
+
+
+def test_a_result_of_another_shape_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"\(4,\) torch.float32 after \(3,\)"):
+        list(in_bursts(iter([(torch.ones(4),)]), (torch.ones(3),), 1))
 
 
 def test_what_is_missing_is_not_passed(in_process: None, fakes: str) -> None:
@@ -268,6 +305,9 @@ def test_targets() -> None:
     [
         (["--stress", "graph", "--cpu"], "graph"),
         (["--repeats", "0"], "--repeats"),
+        (["--calls", "0"], "--calls"),
+        (["--invariance", "--calls", "2"], "--calls: --invariance"),
+        (["--invariance", "--seed", "1"], "--seed: --invariance"),
         (["--timeout", "0"], "--timeout"),
         (["--at-once", "0"], "--at-once"),
         (["--target", "nope"], "nope"),

@@ -136,6 +136,19 @@ def test_counts(says: dict[str, Any]) -> None:
     assert audit_all(1, KINDS, HOW, kept.append)["ok"]
 
 
+def test_the_seed_of_the_command_reaches_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def watched(jobs: list[dict[str, Any]], *_: object) -> list[Heard]:
+        seeds.extend(job["seed"] for job in jobs)
+        return [Heard("done")]
+
+    monkeypatch.setattr(everything, "watched", watched)
+    with pytest.raises(SystemExit):
+        dash_attn_command(["audit", "--all", "--stress", ",".join(KINDS), "--seed", "7", "--minutes", "1"])
+    assert seeds == [7] * len(KINDS)
+
+
 def test_a_hang_is_a_failure_and_the_next_part_runs(says: dict[str, Any]) -> None:
     says["settings"] = Heard("hang", "silent for 1 s")
     report = audit_all(1, ("settings", "damage"), HOW, lambda _: None)
@@ -157,6 +170,7 @@ def test_repeats(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     report = audit_all(1e-9, ("repeats",), HOW, kept.append)
     (part,) = report["parts"]
     assert report["ok"] and part["count"] == 2 and part["failed"] == 0
+    assert part["stressors"] == {"plain": 2} and "repeats: runs under plain: 2" in shown_parts(report)
     assert len(kept) == 3 and kept[1]["parts"][0]["count"] == 2 and not kept[1]["complete"]
 
 

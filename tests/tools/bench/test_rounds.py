@@ -121,7 +121,7 @@ def test_an_interrupt_keeps_the_rounds_before(monkeypatch: pytest.MonkeyPatch, t
     assert report["counts"]["runs"] == report["entries"][0]["runs"] == 10
 
 
-def test_the_command(in_process: None, tmp_path: Path, capsys) -> None:
+def test_the_command(in_process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     out = tmp_path / "report.json"
     told = ["audit", "--cpu", "--stress", "plain", "--repeats", "2", "--seqlen", "96", "--mask", "causal"]
     with pytest.raises(SystemExit) as stop:
@@ -129,6 +129,11 @@ def test_the_command(in_process: None, tmp_path: Path, capsys) -> None:
     assert not stop.value.code
     assert json.loads(out.read_text())["counts"] == {"rounds": 1, "runs": 2, "differing": 0, "broken": 0}
     assert "runs: 2" in capsys.readouterr().out
+    drawn = []
+    monkeypatch.setattr(child, "make", lambda job, make=child.make: (drawn.append(job["seed"]), make(job)))
+    with pytest.raises(SystemExit) as stop:
+        dash_attn_command([*told, "--seed", "7"])
+    assert not stop.value.code and drawn == [7]
     for wrong in ("0", "-1", "inf", "nan"):
         with pytest.raises(SystemExit) as stop:
             dash_attn_command([*told, "--minutes", wrong])

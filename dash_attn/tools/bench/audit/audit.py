@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class Plan:
     """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
     At most `at_once` fresh processes run side by side. With `invariance`, the stressors are changes of the company in
     which a sequence is computed, or with `ranks` numbers of processes that share its tokens, modes and layouts. `seed`
-    draws the inputs of a shape."""
+    draws the inputs of a shape. A repeat has `calls` calls, which are compared where the tensors are."""
 
     device: str
     stressors: tuple[str, ...]
@@ -38,6 +39,7 @@ class Plan:
     invariance: bool = False
     seed: int = 0
     ranks: tuple[int, ...] = ()
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ def reported(entries: list[Entry], complete: bool, rounds: int = 1) -> Report:
         "differing": sum(entry["differing"] for entry in counted),
         "broken": sum(entry["status"] not in (*FINE, "DIFFERS") for entry in counted),
     }
+    runs = Counter[str]()
+    for entry in counted:
+        runs[entry["stressor"]] += entry["runs"]
     fine = complete and all(map(_is_fine, entries))
-    return {"entries": entries, "counts": counts, "complete": complete, "ok": fine}
+    return {"entries": entries, "counts": counts, "stressors": dict(+runs), "complete": complete, "ok": fine}
 
 
 def _is_fine(entry: Entry) -> bool:
@@ -140,7 +145,8 @@ def _case(case: Case, targets: Sequence[str], findings: Findings) -> None:
         return
     fresh = []
     for number, target in enumerate(targets):
-        job = {"step": str(file), "target": target, "device": case.how.device, "repeats": case.how.repeats}
+        job = {"step": str(file), "target": target, "device": case.how.device}
+        job |= {"repeats": case.how.repeats, "calls": case.how.calls}
         job["reference"] = str(case.folder / f"reference{number}.pt")
         add = findings.group(case.subject.name)
         if _target(job, case, number, add):

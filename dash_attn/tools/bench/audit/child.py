@@ -18,7 +18,7 @@ import torch
 
 from dash_attn.tools.bench.audit import step as steps
 from dash_attn.tools.bench.audit.attempts import KINDS
-from dash_attn.tools.bench.audit.compare import differences, merge
+from dash_attn.tools.bench.audit.compare import differences, in_bursts, merge
 from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
 from dash_attn.tools.bench.audit.ranks import compare_ranks
 from dash_attn.tools.bench.audit.stressors import CALLS, plain, stressors_on
@@ -54,8 +54,10 @@ def run(job: dict[str, Any]) -> None:
         say(at=name)
         result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
         runs = stressors_on(device.type).get(name, plain)  # of the others only where they run is different
-        calls, said = CALLS.get(name, 1), 0.0
-        for number, got in enumerate(runs(target, job["repeats"]), 1):
+        results, calls, said = runs(target, job["repeats"] * job["calls"]), job["calls"] * CALLS.get(name, 1), 0.0
+        for number, got in enumerate(in_bursts(results, first, job["calls"]), 1):
+            if device.type == "cuda":
+                torch.cuda.synchronize()  # an error of a kernel comes here, and not under another stressor
             apart = differences(got, first)
             result["runs"], result["differing"] = number * calls, result["differing"] + bool(apart)
             merge(result["tensors"], apart)

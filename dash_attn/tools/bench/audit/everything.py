@@ -119,7 +119,8 @@ def _counted(report: Report) -> Part:
     ]
     outcomes = {"same bits": counts["runs"] - counts["differing"], "other bits": counts["differing"]}
     part: Part = {"count": counts["runs"], "failed": counts["differing"] + counts["broken"], "outcomes": outcomes}
-    return part | {"why": wrong[:SHOWN], "complete": report["complete"], "entries": entries}
+    found = {"why": wrong[:SHOWN], "complete": report["complete"], "entries": entries}
+    return part | found | {"stressors": report["stressors"]}
 
 
 SIZES = {  # batch, q heads, kv heads, queries, keys

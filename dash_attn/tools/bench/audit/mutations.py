@@ -24,25 +24,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from dash_attn.backends import Gradients, Options, backend_for
+from dash_attn.backends import Gradients, Options
 from dash_attn.launch import compose
-from dash_attn.plan import Plan
-from dash_attn.problem import CAUSAL, FULL, Problem, window
+from dash_attn.plan import placement, plan
+from dash_attn.prepare import prepare
+from dash_attn.problem import CAUSAL, FULL, Problem, tiles, window
 from dash_attn.program import TABLES, Geometry, Program, load, save
 from dash_attn.program.codec import LIMITS, check_geometry, check_runs
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.operands import draw_operands
-from dash_attn.verify import matches, verify
+from dash_attn.verify import verify
 
 SECONDS, MEGABYTES = 10, 200  # that one mutant may compute for and take
 HANG = 60  # seconds after which a mutant counts as hung, also on a machine with much else to do
 SHAPE = TileShape(2, 3)
+CELLS = {rows: tiles(np.ones((-(-rows // SHAPE.m), 4)), SHAPE.m, SHAPE.n) for rows in (9, 12)}  # they hide nothing
 SIZES: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "dim": 8, "dtype": "float32"}
+# The cells of the masks are as small as SHAPE, and the CPU backend takes them for its tiles.
 PROBLEMS = (
-    (Problem(1, len_q=9, len_k=12, mask=CAUSAL, **SIZES), "fa3"),
-    (Problem(2, len_q=12, len_k=12, mask=FULL, **SIZES), "shift"),
-    (Problem(1, len_q=12, len_k=11, mask=window(4, 1), **SIZES), "search"),
+    (Problem(1, len_q=9, len_k=12, mask=CAUSAL & CELLS[9], **SIZES), "fa3"),
+    (Problem(2, len_q=12, len_k=12, mask=FULL & CELLS[12], **SIZES), "shift"),
+    (Problem(1, len_q=12, len_k=11, mask=window(4, 1) & CELLS[12], **SIZES), "search"),
 )
+CPU = torch.device("cpu")
 NUMBERS = (-(2**31), -7, -1, 0, 1, 2, 3, 5, 11, 13, 64, 1000, 2**20, 5 * 10**8, 2**31 - 1)
 VALUES: tuple[Any, ...] = (
     *NUMBERS,
@@ -174,8 +178,7 @@ class Base:
     """A problem with its program taken apart, and what its gradients are."""
 
     def __init__(self, problem: Problem, policy: str) -> None:
-        self.problem, self.backend = problem, backend_for(torch.device("cpu"))
-        self.operands = draw_operands(problem, torch.device("cpu"))
+        self.problem, self.operands = problem, draw_operands(problem, CPU)
         program = compose(tile(problem, SHAPE), policy)
         self.tables = {name: getattr(program, name) for name in TABLES}
         with tempfile.TemporaryDirectory() as folder:
@@ -202,23 +205,37 @@ class Base:
     def gradients(self, program: Program) -> Gradients:
         operands = self.operands
         into = Gradients(*(torch.full_like(x, torch.nan) for x in (operands.q, operands.k, operands.v)))
-        self.backend.backward(Plan(self.problem, verify(program)), Options())(operands, into)
-        return into
+        return prepare(self.problem, program, Options(), CPU).backward(operands, into)
 
     def outcome(self, path: Path) -> str:
-        """Who refuses the file, or whether its gradients are right."""
-        step = "load"
+        """Who refuses the file, or whether its gradients are right. `prepare` refuses whatever `verify` refuses."""
         try:
             program = load(path)
-            step = "verify"
-            verify(program)
-            step = "matches"
-            matches(program, self.problem, SHAPE)
         except ValueError as error:
-            return f"refused by {step}" if str(error).isprintable() else f"refused by {step}, WRONG: on several lines"
-        got = self.gradients(program)
+            return _refusal("load", error)
+        refused = None
+        try:
+            verify(program)
+        except ValueError as error:
+            refused = _refusal("verify", error)
+        try:
+            got = self.gradients(program)
+        except ValueError as error:
+            return refused or _refusal("prepare", error)
+        if refused is not None:
+            return "ran, WRONG: verify refuses it"
         close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(got, self.expected, strict=True))
         return "ran, right" if close else "ran, WRONG gradients"
+
+
+def _refusal(step: str, error: ValueError) -> str:
+    return f"refused by {step}" if str(error).isprintable() else f"refused by {step}, WRONG: on several lines"
+
+
+def forget() -> None:
+    """Each mutant has its own memory: what is kept of the mutants before does not count."""
+    for function in (prepare, plan, placement):
+        function.cache_clear()
 
 
 def too_long(number: int, frame: FrameType | None) -> None:
@@ -242,8 +259,16 @@ def megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
+def chance(seed: int, number: int) -> random.Random:
+    """What makes one mutant. No two pairs of numbers have the same: their sum would not do."""
+    return random.Random(f"{seed}, {number}")
+
+
 def mutations(seed: int) -> Outcomes:
-    """The outcomes of mutants, one after the other. Mutant `n` is the same for every caller with the same seed."""
+    """The outcomes of mutants, one after the other.
+
+    Mutant `n` is the same for every caller with the same seed. Mutants of other seeds are others.
+    """
     bases = [Base(problem, policy) for problem, policy in PROBLEMS]
     before = megabytes()
     for each in (signal.SIGPROF, signal.SIGALRM):
@@ -252,7 +277,8 @@ def mutations(seed: int) -> Outcomes:
         path = Path(folder) / "mutant.npz"
         for number in count():
             base = bases[number % len(bases)]
-            path.write_bytes(base.mutant(random.Random(seed + number)))
+            path.write_bytes(base.mutant(chance(seed, number)))
+            forget()
             try:
                 with limited():
                     outcome = base.outcome(path)
@@ -260,4 +286,4 @@ def mutations(seed: int) -> Outcomes:
                 outcome = f"WRONG: {type(error).__name__}"
             if megabytes() > before + MEGABYTES:
                 outcome, before = f"{outcome}, WRONG: over {MEGABYTES} MB", megabytes()
-            yield f"{outcome} (mutant {seed + number})" if "WRONG" in outcome else outcome
+            yield f"{outcome} (seed {seed}, mutant {number})" if "WRONG" in outcome else outcome

@@ -35,7 +35,16 @@ def audit_for(
 
 def in_words(report: Report) -> str:
     """The counts. What is broken hangs, raises an error or is missing."""
-    return ", ".join(f"{name}: {count}" for name, count in report["counts"].items())
+    return _listed(report["counts"])
+
+
+def under(stressors: dict[str, int]) -> list[str]:
+    """A line with the runs under each stressor; no line if nothing has run."""
+    return [f"runs under {_listed(stressors)}"] if stressors else []
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {count}" for name, count in counts.items())
 
 
 def added(before: Report, report: Report, rounds: int) -> Report:

@@ -1,4 +1,7 @@
-"""Stressors: the conditions of a repeat. Each yields the gradients of every repeat when they are computed."""
+"""Stressors: the conditions of a call. Each yields the gradients of every call, and does not wait for the GPU.
+
+The current stream waits for what is yielded. So the GPU can compare results, and calls follow each other closely.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from itertools import cycle, islice
 
 import torch
 
-from dash_attn.tools.bench.audit.compare import bits
+from dash_attn.tools.bench.audit.compare import note
 from dash_attn.tools.bench.audit.targets import Conditions, Gradients, Target
 
 Stressor = Callable[[Target, int], Iterator[Gradients]]
@@ -19,7 +22,7 @@ MARGINS, THREADS, WORKERS = (4, 16, 1), (1, 3, 2, 5), (3, 8, 1, 5)
 def plain(target: Target, repeats: int) -> Iterator[Gradients]:
     """Nothing but again."""
     for _ in range(repeats):
-        yield _waited(target(Conditions()))
+        yield target(Conditions())
 
 
 def load(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -33,7 +36,7 @@ def load(target: Target, repeats: int) -> Iterator[Gradients]:
                 for _ in range(chance.randint(1, 12)):
                     size = chance.choice((256, 1024, 4096))
                     torch.mm(a[:size], a)
-        yield _waited(target(Conditions()))
+        yield target(Conditions())
 
 
 def stream(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -43,7 +46,9 @@ def stream(target: Target, repeats: int) -> Iterator[Gradients]:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             gradients = target(Conditions())
-        yield _waited(gradients)
+        torch.cuda.current_stream().wait_stream(side)
+        yield gradients
+        del gradients
 
 
 def graph(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -56,7 +61,7 @@ def graph(target: Target, repeats: int) -> Iterator[Gradients]:
         for x in gradients:
             x.fill_(float("nan"))
         captured.replay()
-        yield _waited(gradients)
+        yield gradients
 
 
 def burst(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -68,32 +73,40 @@ def burst(target: Target, repeats: int) -> Iterator[Gradients]:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         for _ in range(BURST):
-            for got, want, differing in zip(target(Conditions()), first, kept, strict=True):
-                torch.where(bits(got) != bits(want), bits(got), bits(differing), out=bits(differing))
-                got.fill_(float("nan"))
+            gradients = target(Conditions())
+            note(gradients, first, kept)
+            for x in gradients:
+                x.fill_(float("nan"))
     for _ in range(repeats):
         captured.replay()
-        yield _waited(kept)
+        yield kept
 
 
 def poison(target: Target, repeats: int) -> Iterator[Gradients]:
-    """Whatever memory a call gets is full of NaN (and of -1, read as integers)."""
+    """Whatever memory a call gets is full of NaN (and of -1, read as integers). On the default stream a workspace would
+    stay from call to call, so the calls are on another one."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _waited(target(Conditions()))
-    large = 2 * (torch.cuda.max_memory_allocated() - before) + 2**21
+    target(Conditions())
+    torch.cuda.synchronize()
+    large, side = 2 * (torch.cuda.max_memory_allocated() - before) + 2**21, _stream()
     for _ in range(repeats):
         torch.cuda.empty_cache()
-        blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in (large, *[2**19] * 16)]
-        del blocks
-        yield _waited(target(Conditions()))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            blocks = [torch.full((size,), 255, dtype=torch.uint8, device="cuda") for size in (large, *[2**19] * 16)]
+            del blocks
+            gradients = target(Conditions())
+        torch.cuda.current_stream().wait_stream(side)
+        yield gradients
+        del gradients
 
 
 def margin(target: Target, repeats: int) -> Iterator[Gradients]:
     """With fewer processors."""
     for left_out in islice(cycle(MARGINS), repeats):
-        yield _waited(target(Conditions(sm_margin=left_out)))
+        yield target(Conditions(sm_margin=left_out))
 
 
 def threads(target: Target, repeats: int) -> Iterator[Gradients]:
@@ -116,7 +129,7 @@ def jitter(target: Target, repeats: int) -> Iterator[Gradients]:
 
 PROCESSES = "processes"  # the same in processes of their own: started by the parent
 ON_GPU: dict[str, Stressor] = {f.__name__: f for f in (plain, load, stream, graph, burst, poison, margin)}
-CALLS = {"burst": BURST}  # calls of one repeat, where there are several
+CALLS = {"burst": BURST}  # calls of the backward in each result, where there are several
 ON_CPU: dict[str, Stressor] = {f.__name__: f for f in (plain, threads, workers, jitter)}
 NEED_CONDITIONS = ("margin", "threads", "workers", "jitter", "panels")
 
@@ -138,9 +151,3 @@ def _warm_up(target: Target) -> None:
             target(Conditions())
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-
-
-def _waited(gradients: Gradients) -> Gradients:
-    if gradients[0].device.type == "cuda":
-        torch.cuda.synchronize()
-    return gradients
