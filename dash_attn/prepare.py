@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from dash_attn.backends import Backend, Backward, Extras, Forward, Gradients, Held, Operands, Options, backend_for
 from dash_attn.backends.sinks import write_sink_gradient
 from dash_attn.kept import grown, kept
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
 from dash_attn.problem import Panel, Problem

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dash_attn.backends import Options
+from dash_attn.backends.cpu.forks import apart
 from dash_attn.problem import Problem
 
 if TYPE_CHECKING:
@@ -21,8 +22,16 @@ if TYPE_CHECKING:
     from dash_attn.program import Program
 
 
+def load() -> None:
+    """Load the planner before or after a fork. A child that is born meanwhile inherits a lock that nobody opens."""
+    with apart:
+        import dash_attn.api.planner  # noqa: F401
+
+
 def check_order(policy: str | Program, panels: int) -> None:
     """Raise an error if the policy is not known, or does not go with the panels. torch.compile can trace it."""
+    if not torch.compiler.is_compiling():
+        load()
     from dash_attn.api import planner
 
     planner.check_policy(policy)
@@ -31,6 +40,8 @@ def check_order(policy: str | Program, panels: int) -> None:
 
 def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device) -> Prepared:
     """dash_attn.prepare.prepare."""
+    if not torch.compiler.is_compiling():
+        load()
     from dash_attn.api import planner
 
     return planner.prepare(problem, policy, options, like)

@@ -16,6 +16,7 @@ from dash_attn.backends.base import (
     Options,
     Partials,
 )
+from dash_attn.backends.cpu.forks import apart
 
 __all__ = [
     "Backend",
@@ -35,7 +36,8 @@ __all__ = [
 def backend_for(device: torch.device) -> Backend:
     """The backend of a device, or an error that names the way out. Nothing falls back silently."""
     if device.type == "cpu":
-        from dash_attn.backends.cpu.backend import CpuBackend
+        with apart:  # a child that is born while a module loads inherits a lock that nobody opens
+            from dash_attn.backends.cpu.backend import CpuBackend
 
         return CpuBackend()
     if device.type == "cuda":

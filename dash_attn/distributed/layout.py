@@ -7,7 +7,9 @@ ranges, in ascending order. So the cut of the work, and with it every bit, is th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+
+from dash_attn.lazily import cached_property
 
 LAYOUTS = ("zigzag", "contiguous")
 MODES = ("a2a", "all_gather", "a2a+all_gather")

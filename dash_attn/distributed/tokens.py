@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared, prepare_panels
 from dash_attn.problem import Problem

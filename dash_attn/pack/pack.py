@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
+from dash_attn.lazily import cached_property
 from dash_attn.order import parse
 from dash_attn.pack.templates import Family, templates
 from dash_attn.plan import Plan, plan

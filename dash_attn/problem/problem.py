@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.lazily import cached_property
 from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import FULL, Mask
 from dash_attn.problem.panels import Panel, cut

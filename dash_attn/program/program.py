@@ -6,11 +6,12 @@ import hashlib
 import operator
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
-from functools import cached_property
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
+
+from dash_attn.lazily import cached_property
 
 FORMAT = 1
 TABLES = ("tiles", "chains", "runs", "launch", "bundle_first")  # of a Program

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from dash_attn.lazily import cached_property
 from dash_attn.program import Board, Costs, Program, Replay, Sequences, board_of, play
 from dash_attn.program.program import CHAIN_NAME
 from dash_attn.program.replay import FINISHED, Floats, Total

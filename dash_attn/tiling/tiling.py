@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from dash_attn.lazily import cached_property
 from dash_attn.problem import Problem
 
 Ints = npt.NDArray[np.signedinteger]

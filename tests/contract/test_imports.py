@@ -65,6 +65,28 @@ torch._dynamo.config.error_on_recompile = True
 print(all(torch.equal(compiled(q, k, v), attention(q, k, v, causal=True)) for _ in range(2)))
 """
 
+FORKED = f"""{FIRST}
+import os, sys, threading, time
+sys.setswitchinterval(1e-5)
+first = threading.Thread(target=attention, args=(q, k, v))
+first.start()
+children = []
+for _ in range(30):
+    time.sleep(0.002)
+    children.append(os.fork())
+    if not children[-1]:
+        attention(q, k, v)
+        os._exit(0)
+first.join()
+deadline = time.monotonic() + 60
+while children and time.monotonic() < deadline:
+    children = [child for child in children if not os.waitpid(child, os.WNOHANG)[0]]
+    time.sleep(0.01)
+for child in children:
+    os.kill(child, 9)
+print(not children)
+"""
+
 TIMED = """
 import time
 import torch
@@ -84,9 +106,10 @@ def test_neither_an_import_nor_a_backward_loads_anything_heavy() -> None:
     assert json.loads(run(LOADED)) == [[], [], []]
 
 
-@pytest.mark.parametrize("code", [THREADS, COMPILED], ids=["threads", "compiled"])
+@pytest.mark.parametrize("code", [THREADS, COMPILED, FORKED], ids=["threads", "compiled", "forked"])
 def test_the_first_call_loads_the_planner(code: str) -> None:
-    """Not the import. The first call may come from several threads at once, or from torch.compile."""
+    """Not the import. The first call may come from several threads at once, from torch.compile, or from children that
+    are born while another thread makes it."""
     assert run(code).splitlines() == ["[]", "True"]
 
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "dash_attn"
 
 # A part may import itself and every part of an earlier row; parts of one row do not know each other.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"jit", "kept"}),
+    frozenset({"jit", "kept", "lazily"}),
     frozenset({"problem"}),
     frozenset({"tiling"}),
     frozenset({"order"}),
@@ -42,7 +42,21 @@ TOP = frozenset({"__init__", "__main__", "tools"})
 MAY_IMPORT_TOP = frozenset({"tools.bench", "tools.cli"})
 
 WITHOUT_TORCH = frozenset(
-    {"jit", "kept", "problem", "tiling", "order", "program", "launch", "verify", "timeline", "simulate", "plan", "pack"}
+    {
+        "jit",
+        "kept",
+        "lazily",
+        "problem",
+        "tiling",
+        "order",
+        "program",
+        "launch",
+        "verify",
+        "timeline",
+        "simulate",
+        "plan",
+        "pack",
+    }
 )
 NUMBA_MODULES = frozenset({"dash_attn/jit.py"})
 

@@ -16,7 +16,7 @@ from dash_attn.api.arguments import Arguments
 from dash_attn.api.extras import Given
 from dash_attn.backends import Operands
 from dash_attn.distributed import explain, shard, tokens
-from dash_attn.distributed.attention import terms_of
+from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.explain import Explanation
 from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import ranks_of
@@ -86,7 +86,7 @@ def measured(groups: Groups, case: Case, mode: str) -> tuple[Explanation, dict[s
     q, k, v, dout = (shard(x, group=group, dim=1, panels=case.panels) for x in case.tensors())
     said = explain(q, k, v, group=group, mode=mode, panels=case.panels, **case.arguments)
     asked = Arguments(**case.arguments, panels=case.panels)
-    terms, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), (ranks_of(group), mode, "zigzag"))
+    terms, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), Sharing(ranks_of(group), mode, "zigzag"))
     call = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), Around(None, None, None, None), terms)
     q, dout, k, v = (heads.spread(x)() for heads, x in ((call.q, q), (call.q, dout), (call.k, k), (call.k, v)))
     gc.collect()

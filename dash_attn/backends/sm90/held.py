@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Extras, KeySums, Operands, Partials
 from dash_attn.kept import grown
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Assembly, Doc, Pack
 from dash_attn.problem import Panel, Problem, documents
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Extras, Gradients, Operands
+from dash_attn.lazily import cached_property
 
 from .alignment import Strides, aligned, fits, maker
 from .cache import Kernel, before, kernels, side_kernel

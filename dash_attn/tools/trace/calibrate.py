@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import KernelConfig, select
 from dash_attn.launch import compose
+from dash_attn.lazily import cached_property
 from dash_attn.order import POLICIES, parse
 from dash_attn.order.policies import choose
 from dash_attn.problem import CAUSAL, FULL, Problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import HEAD, STAMPS
 from dash_attn.backends.sm90.cta import DQ_SLOTS
+from dash_attn.lazily import cached_property
 from dash_attn.tools.trace.record import Trace, ends_of
 
 Floats = npt.NDArray[np.float64]

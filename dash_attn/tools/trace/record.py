@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dash_attn.backends.sm90.config import STAMPS
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.problem import Documents, Mask, Problem
 from dash_attn.program import Board, Sequences, load, play, save

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import islice
 
 import torch
 
+from dash_attn.lazily import cached_property
 from dash_attn.problem import Mask, Problem
 from dash_attn.tools.bench.audit.targets import Conditions
 from dash_attn.tools.bench.audit.whole import Bits, Posed
