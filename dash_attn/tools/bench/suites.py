@@ -101,7 +101,7 @@ SUITES: dict[str, Suite] = {
         ("fa4", "fa4 det", "fa2 det", "cudnn", "triton two-pass"),
         policies=_DEFAULTS,
         unordered=False,
-        panels=8,
+        panels=16,  # as many as context parallel has by default
     ),
     "few": Suite(
         "one sequence with few key/value heads: each query head ordered by itself, and all of a group together",
