@@ -25,40 +25,32 @@ Name = tuple[str, str, str]  # phase, module, name in it
 class Seen(weakref.ref[Tensor]):
     """A tensor of this step: it is known again while it lives and nothing has been written to it."""
 
-    __slots__ = ("feeds_layer", "hooked", "place", "share", "version")
+    __slots__ = ("hooked", "place", "version")
     version: int
     place: int
-    share: Share  # how it was read
     hooked: bool
-    feeds_layer: bool  # so a layer computes its gradient
 
 
 class Reads:
-    """The tensors that a step has read, by id. Those read whole are also in `whole`, if there is one."""
+    """The tensors that a step has read with one share, by id."""
 
-    __slots__ = ("seen", "whole")
+    __slots__ = ("seen", "share")
 
-    def __init__(self, whole: Reads | None = None) -> None:
-        self.whole = whole
+    def __init__(self, share: Share) -> None:
+        self.share = share
         self.seen: dict[int, Seen] = {}
 
-    def known(self, tensor: Tensor, share: Share) -> Seen | None:
-        """The entry of a tensor that was read and has the same values. A share is what would be read of a new one."""
+    def known(self, tensor: Tensor) -> Seen | None:
+        """The entry of a tensor that was read and has the same values."""
         entry = self.seen.get(id(tensor))
         if entry is not None and entry() is tensor and entry.version == tensor._version:
             return entry
-        if share is WHOLE and self.whole is not None and (entry := self.whole.known(tensor, share)) is not None:
-            self.seen[id(tensor)] = entry
-            return entry
         return None
 
-    def remember(self, tensor: Tensor, place: int, share: Share) -> None:
+    def remember(self, tensor: Tensor, place: int) -> None:
         if not tensor.is_inference():  # such a tensor has no version
             entry = self.seen[id(tensor)] = Seen(tensor)
-            entry.version, entry.place, entry.share = tensor._version, place, share
-            entry.hooked = entry.feeds_layer = False
-            if share is WHOLE and self.whole is not None:
-                self.whole.seen[id(tensor)] = entry
+            entry.version, entry.place, entry.hooked = tensor._version, place, False
 
 
 class Texts:
@@ -84,33 +76,31 @@ class OpenStep:
         self.number, self._texts = number, texts
         self.rows, self.forms, self.places = list[Name](), list[str](), list[int]()
         self.slots = Slots()
-        self.share = WHOLE if one_in == 1 else Share.of_step(one_in, number)  # of what layers compute
-        self.whole = Reads()
-        # Tensors that pass modules. One that was read in part is read once more for `see`, before or after. So a
-        # fingerprint never depends on what else the script has shown to `see`.
-        self.passing = self.whole if one_in == 1 else Reads(self.whole)
+        # A tensor may be read both ways. So a fingerprint never depends on what else the script has shown to `see`.
+        self.whole = Reads(WHOLE)
+        share = Share.of_step(one_in, number)
+        self.passing = self.whole if share == WHOLE else Reads(share)  # tensors that pass modules
         self.began = False
 
-    def record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
-        """Append a row for each tensor, and read this share of it. A tensor that this step has already read is not read
-        again."""
-        if len(tensors) > 1:
-            self._record(phase, tensors, reads, share)
-            return
-        module, name, tensor = tensors[0]  # nearly always, so it has a shorter way
-        entry = reads.known(tensor, share)
-        if entry is not None:
-            place, share = entry.place, entry.share
+    def record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
+        """Append a row for each tensor. A tensor that this step has already read is not read again."""
+        if len(tensors) == 1:  # nearly always, so it has a shorter way
+            (_, _, tensor) = tensors[0]
+            entry = reads.known(tensor)
+            if entry is not None:
+                self.places.append(entry.place)
+            else:
+                place = self.slots.add_one(plain(tensor), reads.share)
+                self.places.append(place)
+                if phase in REMEMBERED:
+                    reads.remember(tensor, place)
         else:
-            place = self.slots.add_one(plain(tensor), share)
-            if phase in REMEMBERED:
-                reads.remember(tensor, place, share)
-        self._append((phase, module, name), tensor, place, share)
-
-    def _append(self, name: Name, tensor: Tensor, place: int, share: Share) -> None:
-        self.rows.append(self._texts.names.setdefault(name, name))
-        self.forms.append(self._texts.form(tensor, share))
-        self.places.append(place)
+            self._read(tensors, reads, phase in REMEMBERED)
+        names, form, share = self._texts.names, self._texts.form, reads.share
+        for module, name, tensor in tensors:
+            row = phase, module, name
+            self.rows.append(names.setdefault(row, row))
+            self.forms.append(form(tensor, share))
 
     def record_host(self, phase: str, name: str, value: int) -> None:
         """Append a row for a value that the host has."""
@@ -118,25 +108,24 @@ class OpenStep:
         self.forms.append("")
         self.places.append(self.slots.add_host(value))
 
-    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share) -> None:
-        """Tensors of one device take one launch."""
+    def _read(self, tensors: Sequence[Named], reads: Reads, remember: bool) -> None:
+        """Append the places of fingerprints. Tensors of one device take one launch."""
         known, seen = reads.known, reads.seen
-        fresh = {id(tensor): tensor for _, _, tensor in tensors if known(tensor, share) is None}
+        fresh = {id(tensor): tensor for _, _, tensor in tensors if known(tensor) is None}
         groups = dict[torch.device, list[Tensor]]()
         for tensor in fresh.values():
             groups.setdefault(tensor.device, []).append(tensor)
         places = dict[int, int]()
         for group in groups.values():
-            places.update(zip(map(id, group), self.slots.add([plain(each) for each in group], share), strict=True))
-        for module, name, tensor in tensors:
-            row, key = (phase, module, name), id(tensor)
-            if key in places:
-                self._append(row, tensor, places[key], share)
-            else:
-                self._append(row, tensor, seen[key].place, seen[key].share)
-        if phase in REMEMBERED:
+            places.update(
+                zip(map(id, group), self.slots.add([plain(each) for each in group], reads.share), strict=True)
+            )
+        for _, _, tensor in tensors:
+            key = id(tensor)
+            self.places.append(places[key] if key in places else seen[key].place)
+        if remember:
             for key, tensor in fresh.items():
-                reads.remember(tensor, places[key], share)
+                reads.remember(tensor, places[key])
 
     def step(self, before: tuple[OpenStep, Step] | None) -> Step:
         """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have

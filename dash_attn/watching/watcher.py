@@ -17,14 +17,13 @@ from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
 from dash_attn.watching.files import Step, Writer, path_of, share_of
-from dash_attn.watching.fingerprint import WHOLE, Share
-from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts
+from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PLAIN = (Tensor, nn.Parameter)
 STRIDED = torch.strided
 MOST_PIECES = 1024  # for one that is read
-SHARE = 1 / 16  # of large tensors that layers compute: what it costs stands in docs/watch.md
+SHARE = 1 / 16  # of large activations: a step of a small GPT on an H200 then takes 1.6 % longer (docs/watch.md)
 
 
 def watch(
@@ -47,11 +46,10 @@ def watch(
     steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
                inside them. None means all modules. Parameters and their gradients are always recorded
-    share      how much of a large tensor (1 MiB or more) is read in a step if a layer of torch.nn computes it: its
-               output, and the gradient of its input. It is 1 / n. Steps read other pieces: n steps read all of them.
-               Two runs read the same pieces in the same step. 1 reads everything. What other code computes, such as
-               attention and your own modules, is always read whole. So are small tensors, parameters, their gradients
-               and the state of the optimizer
+    share      how much of a large tensor that passes a module is read in a step, and of its gradient: 1 / n. Steps read
+               other pieces: n steps read all of them. Two runs read the same pieces in the same step. 1 reads
+               everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
+               always read whole
     """
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
@@ -152,18 +150,17 @@ class Watcher:
             name = clean(path)
             self._modules.append((name, module))
             if self._depth is None or len(name.split(".")) <= self._depth or not name:
-                layer = is_layer(module)
-                before, after = (unseen(partial(hook, name, layer)) for hook in (self._before, self._after))
+                before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that the count of calls inside each other stays right.
-                self._handles.append(module.register_forward_hook(after, always_call=True))
+                self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
                 if parameter.requires_grad:
                     hook = unseen(partial(self._parameter_gradient, name, own))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _before(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
         outermost = self._inside == 0 and not again
         self._inside += 1
@@ -175,33 +172,25 @@ class Watcher:
             passed = named(name, args, "input")
             if kwargs:
                 passed += named(name, kwargs, "input")
-            # No layer has made an input that is new here: layers' outputs are known.
-            self._pass("recompute" if again else "data" if outermost else "forward", passed, WHOLE, layer)
+            self._pass("recompute" if again else "data" if outermost else "forward", passed)
 
-    def _after(self, name: str, layer: bool, module: nn.Module, args: Any, out: Any) -> None:
+    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self._inside -= 1
         if self._active:
-            share = self._open.share if layer else WHOLE
-            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"), share, False)
+            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
 
-    def _pass(self, phase: str, passed: list[Named], share: Share, feeds_layer: bool) -> None:
+    def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
         reads = self._open.passing
-        self._record(phase, passed, reads, share)
+        self._record(phase, passed, reads)
         for module, name, tensor in passed:
-            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None:
-                if feeds_layer:
-                    entry.feeds_layer = True
-                if not entry.hooked:
-                    entry.hooked = True
-                    hook = partial(self._gradient, module, name, entry)
-                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
+                entry.hooked = True
+                tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
 
-    def _gradient(self, module: str, name: str, entry: Seen, gradient: Tensor) -> None:
-        """Who reads a tensor in the forward computes its gradient. By now all of them are known."""
+    def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
-        share = self._open.share if entry.feeds_layer else WHOLE
-        self._record("backward", named(module, gradient, name), self._open.passing, share)
+        self._record("backward", named(module, gradient, name), self._open.passing)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -271,9 +260,9 @@ class Watcher:
     def _recording(self) -> bool:
         return (self._steps is None or self._open.number in self._steps) and not captures()
 
-    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
+    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
         if tensors and self._recording:
-            self._open.record(phase, tensors, reads, share)
+            self._open.record(phase, tensors, reads)
 
     def _write(self, done: OpenStep) -> None:
         step = done.step(self._written)
@@ -318,12 +307,6 @@ def pieces_for_one(share: float) -> int:
     if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
         raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
     return count
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Is it a module of torch.nn itself, without modules inside, such as Linear? Its kernels rarely are the culprit,
-    and the gradients of its weights are read whole. So what it computes is read in part."""
-    return type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
 
 
 def named(module: str, value: Any, name: str) -> list[Named]:
