@@ -215,13 +215,8 @@ def build(kind: str, cfg: KernelConfig) -> Kernel:
 
 
 def shared(cfg: KernelConfig) -> KernelConfig:
-    """The config of the kernels after the main one. They depend on the tiles, and on where these lie."""
+    """The config of the kernels before and after the main one. They depend on the tiles, and on where these lie."""
     return KernelConfig(cfg.columns, cfg.dtype, cut=cfg.cut, packed=cfg.packed)
-
-
-def before(cfg: KernelConfig) -> KernelConfig:
-    """The config of the kernels before the main one. They write delta as the main kernel reads it."""
-    return replace(shared(cfg), softcap=cfg.stores_slopes)
 
 
 @functools.cache
@@ -237,4 +232,4 @@ def kernels(cfg: KernelConfig, folds: bool = False) -> Kernels:
     """
     finish = None if cfg.last_finishes else side_kernel("finish", replace(shared(cfg), cut=False))
     finish_kv = side_kernel("fold_kv" if folds else "finish_kv", shared(cfg)) if cfg.cut else None
-    return Kernels(side_kernel("prepare", before(cfg)), build("main", cfg), finish, finish_kv)
+    return Kernels(side_kernel("prepare", shared(cfg)), build("main", cfg), finish, finish_kv)

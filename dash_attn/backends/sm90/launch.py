@@ -12,7 +12,7 @@ from dash_attn.backends.base import Extras, Gradients, Operands
 from dash_attn.lazily import cached_property
 
 from .alignment import Strides, aligned, fits, maker
-from .cache import Kernel, before, kernels, side_kernel
+from .cache import Kernel, kernels, shared, side_kernel
 from .config import KernelConfig
 from .tables import DeviceTables, PackedTables
 from .workspace import Keeper, Room, Workspace, converted
@@ -57,12 +57,12 @@ class Launch:
     @cached_property
     def prepare_dlse(self) -> Kernel:
         """In place of `prepare` if there is a gradient of lse."""
-        return side_kernel("prepare_dlse", before(self.cfg))
+        return side_kernel("prepare_dlse", shared(self.cfg))
 
     @cached_property
     def sink_sums(self) -> Kernel:
         """After `prepare`, if the gradient of the sinks is wanted."""
-        return side_kernel("sink_sums", before(self.cfg))
+        return side_kernel("sink_sums", shared(self.cfg))
 
     def __call__(
         self,

@@ -50,23 +50,6 @@ class Info(IntEnum):
 
 
 ENTRY_WORDS = 8
-MINUS_BYTES = 128  # the constant operand of the step that subtracts delta: 8 rows of 8 columns in bf16
-DELTA_BYTES = 2048  # the other one: 128 rows of 8 columns
-
-
-def dk_piece(cfg: KernelConfig, wg: int) -> int:
-    """Which piece of 64 rows of the dS buffers holds the dK of a warpgroup. The pieces of both lie 16 KB apart."""
-    return wg * (128 // cfg.dim)
-
-
-def delta_offset(cfg: KernelConfig, wg: int, stage: int) -> int:
-    """Where the delta of a warpgroup lies in the dS buffers: in the last 16 of its 128 rows.
-
-    A warpgroup writes its dS when it has read delta. When the producer loads the next delta into a stage, both have
-    read the dS there. dK takes up the first 64 rows at most.
-    """
-    own = cfg.tile_m * TILE_N  # bytes of dS that a warpgroup writes in a stage
-    return (stage * CONSUMER_WARPGROUPS + wg + 1) * own - DELTA_BYTES
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,7 @@ def plan(cfg: KernelConfig) -> SmemPlan:
         ("ring", 4 * ENTRY_WORDS * RING, 16),
         ("info", 4 * len(Info) * CHAINS_IN_FLIGHT, 16),
         ("lse", 4 * cfg.tile_m * STAGES, 128),
-        ("minus", MINUS_BYTES, 128) if cfg.delta_in_product else ("delta", 4 * cfg.tile_m * STAGES, 128),
+        ("delta", 4 * cfg.tile_m * STAGES, 128),
         ("q", q_tile * STAGES, 1024),
         ("do", q_tile * STAGES, 1024),
         ("k", kv_tile, 1024),

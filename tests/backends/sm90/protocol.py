@@ -149,9 +149,6 @@ class Producer(RoleModel):
         self.expect("q_full", stage)
         yield from self.wait("do_empty", stage, phase ^ 1)
         self.cta.do[stage] = label
-        if self.cta.cfg.delta_in_product:
-            for wg in WARPGROUPS:
-                self.cta.last_rows[stage, wg] = ("delta", label)
         self.expect("do_full", stage)
 
     def load_kv(self, i: int, tasks: int) -> Steps:
@@ -236,15 +233,13 @@ class Consumer(RoleModel):
         if cfg.p_early:
             yield from self.await_ds_buffers(entry)
         yield "step"
-        if cfg.delta_in_product:
-            assert cta.last_rows[stage, self.wg] == ("delta", label), "delta was overwritten while dP^T read it"
         if entry.ends:
             self.leave("v_empty")
         if cfg.stores_slopes:
             assert cta.ds[stage, self.wg] == ("slopes", task), "the slopes were overwritten"
         if not cfg.p_early and not cfg.stores_slopes:
             yield from self.await_ds_buffers(entry)
-        cta.ds[stage, self.wg] = cta.last_rows[stage, self.wg] = ("ds", task)
+        cta.ds[stage, self.wg] = ("ds", task)
         self.leave("ds_full", stage)
         yield from self.wait("ds_full", stage, phase)
         self.check_ds(stage, task)
@@ -262,9 +257,8 @@ class Consumer(RoleModel):
         return arrived
 
     def check_ds(self, stage: int, task: int) -> None:
-        for rows in (self.cta.ds, self.cta.last_rows):
-            held = [rows.get((stage, wg)) for wg in WARPGROUPS]
-            assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
+        held = [self.cta.ds.get((stage, wg)) for wg in WARPGROUPS]
+        assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
 
     def await_ds_buffers(self, entry: Entry) -> Steps:
         if not self.cta.cfg.cut and entry.begins:

@@ -11,11 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
 from ..config import KernelConfig
 from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
-from ..smem_plan import DELTA_BYTES, ENTRY_WORDS, MINUS_BYTES, Info, delta_offset, dk_piece
+from ..smem_plan import ENTRY_WORDS, Info
 from .ptx import phase_done
-
-# 8 columns of 8 rows, and groups of rows. Global memory has two of the columns. TMA makes the others zero.
-DELTA_BOX = (64, DELTA_BYTES // 128)
 
 
 class Tables(NamedTuple):
@@ -56,7 +53,7 @@ class Streams(NamedTuple):
     dv: Any
     dq: Any
     lse: Any  # (planes, padded rows), in base 2
-    delta: Any  # the same, or, if the product subtracts it, (descriptor, tensor (16, rows // 8, planes)) in bf16
+    delta: Any
     dq_sum: Any  # (planes, n_q, sum(cfg.sum_parts)): the part of warpgroup 0, then the part of warpgroup 1
     counters: Any  # (planes, n_q, *cfg.counters)
     row_lo: Any  # (Sq,) first key that a query sees
@@ -95,7 +92,7 @@ class Layouts:
     kv: Any
     ds: Any
     grad: Any  # (64, dim, pieces): dV rows of one warpgroup, in a half of a dQ slot
-    dk: Any  # (64, dim, pieces): dK rows of each warpgroup, in the dS buffers
+    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the dS buffers
     dq_out: Any  # (64, 64, pieces): finished dQ of one warpgroup, in a half of a dQ slot
 
     @staticmethod
@@ -108,7 +105,7 @@ class Layouts:
             kv=cute.tile_to_shape(atom, (TILE_N, cfg.dim), order=(0, 1)),
             ds=cute.tile_to_shape(atom, (cfg.tile_m, TILE_N, STAGES), order=(0, 1, 2)),
             grad=cute.tile_to_shape(atom, (64, cfg.dim, grad_pieces), order=(0, 1, 2)),
-            dk=cute.tile_to_shape(atom, (64, cfg.dim, dk_piece(cfg, CONSUMER_WARPGROUPS)), order=(0, 1, 2)),
+            dk=cute.tile_to_shape(atom, (64, cfg.dim, CONSUMER_WARPGROUPS), order=(0, 1, 2)),
             dq_out=cute.tile_to_shape(atom, (64, 64, out_pieces), order=(0, 1, 2)),
         )
 
@@ -116,36 +113,6 @@ class Layouts:
 def pieces_per_half(cfg: KernelConfig, elements: int) -> int:
     """Tiles of `elements` 16-bit values that fit into the fp32 values of half a dQ slot."""
     return cfg.half_floats * 2 // elements
-
-
-def delta_rows(cfg: KernelConfig, ds):
-    """Delta in the memory of dS: (8 rows x 8 columns, groups of 8 rows, warpgroups, STAGES)."""
-    start = cute.recast_ptr(ds.data_ptr() + delta_offset(cfg, 0, 0) // 2, dtype=BFloat16)
-    copy, stage = [(delta_offset(cfg, *at) - delta_offset(cfg, 0, 0)) // 2 for at in ((1, 0), (0, 1))]
-    layout = cute.make_layout((*DELTA_BOX, CONSUMER_WARPGROUPS, STAGES), stride=(1, 64, copy, stage))
-    return cute.make_tensor(start, layout)
-
-
-def delta_operand(delta):
-    """The same as the right operand of a step: (128 rows, 16 columns, 2, STAGES). It has each column twice."""
-    *_, copies, stages = delta.stride
-    shape = ((8, 16), (8, 2), CONSUMER_WARPGROUPS, STAGES)
-    return cute.make_tensor(delta.iterator, cute.make_layout(shape, stride=((1, 64), (8, 0), copies, stages)))
-
-
-def minus_rows():
-    """The left operand. All its rows are the same eight columns, twice, so 128 bytes hold it."""
-    return cute.make_layout(((8, TILE_N // 8), (8, 2)), stride=((8, 0), (1, 0)))
-
-
-@cute.jit
-def write_minus(minus):
-    """-1/2 in the two columns that hold delta, and 0 in the others: the product has each column twice. One warp."""
-    lane = cute.arch.lane_idx()
-    half = 0xBF00  # -1/2 in bf16
-    word = Int32((half << 16 | half) - (1 << 32)) if lane % 4 == 0 else Int32(0)
-    cute.make_tensor(cute.recast_ptr(minus.iterator, dtype=Int32), cute.make_layout(32))[lane] = word
-    cute.arch.fence_view_async_shared()
 
 
 def smem_struct(cfg: KernelConfig):
@@ -160,10 +127,7 @@ def smem_struct(cfg: KernelConfig):
         ring: align[mem[Int32, ENTRY_WORDS * RING], 16]
         info: align[mem[Int32, len(Info) * CHAINS_IN_FLIGHT], 16]
         lse: align[mem[Float32, m * STAGES], 128]
-        if cfg.delta_in_product:
-            minus: align[mem[BFloat16, MINUS_BYTES // 2], 128]
-        else:
-            delta: align[mem[Float32, m * STAGES], 128]
+        delta: align[mem[Float32, m * STAGES], 128]
         q: align[mem[t, m * d * STAGES], 1024]
         do: align[mem[t, m * d * STAGES], 1024]
         k: align[mem[t, n * d], 1024]
@@ -187,11 +151,10 @@ class Views:
     dq_out: Any
     dq: Any  # (half_floats, HALF_SLOTS) fp32; half number = 2 * slot + warpgroup
     lse: Any  # (tile_m, STAGES)
-    delta: Any  # the same; or as in delta_rows
-    minus: Any  # (TILE_N, 16) in bf16: the left operand of the step that subtracts delta
+    delta: Any
     ring: Any  # (words of an entry, RING)
     info: Any  # (words of Info, CHAINS_IN_FLIGHT); column = parity of the chain
-    dk: Any  # (64, dim, pieces): dK rows of each warpgroup, in the memory of dS
+    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the memory of dS
 
     @staticmethod
     def of(cfg: KernelConfig, lay: Layouts, mem) -> "Views":
@@ -211,8 +174,7 @@ class Views:
             dq_out=swizzled(mem.dq, lay.dq_out),
             dq=mem.dq.get_tensor(cute.make_layout((cfg.half_floats, HALF_SLOTS))),
             lse=mem.lse.get_tensor(stats),
-            delta=delta_rows(cfg, mem.ds) if cfg.delta_in_product else mem.delta.get_tensor(stats),
-            minus=mem.minus.get_tensor(minus_rows()) if cfg.delta_in_product else None,
+            delta=mem.delta.get_tensor(stats),
             ring=mem.ring.get_tensor(cute.make_layout((ENTRY_WORDS, RING))),
             info=mem.info.get_tensor(cute.make_layout((len(Info), CHAINS_IN_FLIGHT))),
             dk=swizzled(mem.ds, lay.dk),

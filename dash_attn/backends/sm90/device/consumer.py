@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..barriers import NamedBarrier
 from ..cta import CONSUMER_THREADS, WARPGROUP
-from ..smem_plan import Info, TaskEntry, dk_piece
+from ..smem_plan import Info, TaskEntry
 from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
 from .pointwise import (
@@ -129,8 +129,7 @@ class Consumer:
         warpgroup.wait_group(1)
         # With p_early, delta is loaded, P is rounded and the dS buffers are waited for while the product runs. This is
         # the fastest of 120 orders that were timed, by 2-4 % (docs/experiments.md).
-        delta = None
-        if const_expr(cfg.p_early and not cfg.delta_in_product):
+        if const_expr(cfg.p_early):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         if const_expr(cfg.softcap):
             cap(s, cta.facts.inner)
@@ -155,7 +154,7 @@ class Consumer:
             gemms.round_rest(s, p16, cfg.p_early)
         if const_expr(cfg.p_early):
             self.await_ds_buffers(flags, odd)
-        elif const_expr(not cfg.delta_in_product):
+        else:
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         # (3) dS
         warpgroup.wait_group(0)
@@ -289,8 +288,7 @@ class Consumer:
         self.sync_consumers()  # both warpgroups must have read the last dS
         dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        piece = dk_piece(self.cta.cfg, wg)
-        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
         cute.arch.fence_view_async_shared()
         self.leave("dk_full", 0)
 

@@ -3,25 +3,12 @@
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, const_expr
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import KernelConfig
 from ..cta import CONSUMER_REGS, THREADS, TILE_N, WORKER_REGS, WRITERS
-from .bundles import (
-    DELTA_BOX,
-    Barriers,
-    Cta,
-    Debug,
-    Facts,
-    Layouts,
-    PackTables,
-    Streams,
-    Tables,
-    Views,
-    smem_struct,
-    write_minus,
-)
+from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, Tables, Views, smem_struct
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
 from .producer import Producer
@@ -72,7 +59,7 @@ class BackwardSm90:
             dv=cpasync.make_tiled_tma_atom(store, dv, one(lay.grad), rows),
             dq=cpasync.make_tiled_tma_atom(store, dq, one(lay.dq_out), (64, 64)),
             lse=lse,
-            delta=delta_stream(load, delta) if cfg.delta_in_product else delta,
+            delta=delta,
             dq_sum=dq_sum,
             counters=counters,
             words=words,
@@ -104,8 +91,6 @@ class BackwardSm90:
             with cute.arch.elect_one():
                 bars.init()
             cute.arch.mbarrier_init_fence()
-            if const_expr(cfg.delta_in_product):
-                write_minus(cta.views.minus)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(WORKER_REGS)
@@ -122,12 +107,3 @@ class BackwardSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGS)
             Consumer(cta).run()
-
-
-def delta_stream(load, delta):
-    """The descriptor of delta in two parts (prepare.parts_of), and its tensor."""
-    planes, rows = delta.shape
-    start = cute.recast_ptr(delta.iterator, dtype=BFloat16)
-    strides = (1, 16, cute.assume(2 * delta.stride[0], divby=8))
-    parts = cute.make_tensor(start.align(16), cute.make_layout((16, rows // 8, planes), stride=strides))
-    return cpasync.make_tiled_tma_atom(load, parts, cute.make_layout(DELTA_BOX), DELTA_BOX)

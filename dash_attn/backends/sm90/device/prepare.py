@@ -11,7 +11,7 @@ end of the sequence get LSE = +inf, so their P is 0.
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 
 from ..config import KernelConfig
 from .finish import rows_of
@@ -79,29 +79,13 @@ class Prepare:
                 value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
                 at = tile * cfg.tile_m + mine + i * step
                 lse2[plane, at] = value if row < end else Float32.inf
-                total = total if row < end else Float32(0.0)
-                if cutlass.const_expr(cfg.delta_in_product):
-                    high = total.to(BFloat16)
-                    parts = parts_of(delta, plane)
-                    parts[at % 8, 0, at // 8] = high
-                    parts[at % 8, 1, at // 8] = (total - high.to(Float32)).to(BFloat16)
-                else:
-                    delta[plane, at] = total
+                delta[plane, at] = total if row < end else Float32(0.0)
 
     def load(self, line, piece):
         src = cute.make_tensor((line.iterator + cute.assume(piece * 8, divby=8)).align(16), cute.make_layout(8))
         out = cute.make_rmem_tensor(8, line.element_type)
         cute.autovec_copy(src, out)
         return out
-
-
-def parts_of(delta, plane):
-    """Delta as the sum of two numbers in bf16: (8 rows, 2, groups of 8 rows). They take the place of one float.
-
-    Together they have 16 of its 24 bits. That is enough: delta is a sum of products with O, which has 8 or 11.
-    """
-    line = cute.recast_ptr(delta[plane, None].iterator, dtype=BFloat16)
-    return cute.make_tensor(line, cute.make_layout((8, 2, delta.shape[1] // 8), stride=(1, 8, 16)))
 
 
 @cute.jit

@@ -15,9 +15,9 @@ from dash_attn.pack import Doc, PackedBundle, Round
 from dash_attn.program import Chain, Run
 
 from ..config import STAMPS
-from ..cta import CONSUMER_WARPGROUPS, TILE_N, WARP, WRITERS
-from ..smem_plan import DELTA_BYTES, Info
-from .bundles import DELTA_BOX, Cta
+from ..cta import TILE_N, WARP, WRITERS
+from ..smem_plan import Info
+from .bundles import Cta
 from .ptx import bulk_load
 from .rows import FAR, tile_at
 from .stamps import note, stamp
@@ -245,18 +245,13 @@ class Producer:
         self.load_tile(streams.q, cta.views.q[None, None, stage], place, cta.bars.at("q_full", stage))
         cta.bars.wait("do_empty", stage, free)
         if lane == 0:
-            if const_expr(cfg.delta_in_product):
-                cta.bars.expect("do_full", stage, tile_bytes + CONSUMER_WARPGROUPS * DELTA_BYTES)
-            else:
-                cta.bars.expect("do_full", stage, tile_bytes + row_bytes)
-                bulk_load(
-                    cta.views.delta[None, stage].iterator,
-                    streams.delta[plane, None].iterator + sum_tile * cfg.tile_m,
-                    row_bytes,
-                    cta.bars.at("do_full", stage),
-                )
-        if const_expr(cfg.delta_in_product):
-            self.load_delta(stage, sum_tile, plane)
+            cta.bars.expect("do_full", stage, tile_bytes + row_bytes)
+            bulk_load(
+                cta.views.delta[None, stage].iterator,
+                streams.delta[plane, None].iterator + sum_tile * cfg.tile_m,
+                row_bytes,
+                cta.bars.at("do_full", stage),
+            )
         self.load_tile(streams.do, cta.views.do[None, None, stage], place, cta.bars.at("do_full", stage))
 
     def load_tile(self, stream, smem, place, mbar):
@@ -265,15 +260,6 @@ class Producer:
         src = tile_at(self.cta.cfg, tensor, smem, place)
         dst, src = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), src)
         cute.copy(atom, src, dst, tma_bar_ptr=mbar)
-
-    def load_delta(self, stage, tile, plane):
-        """Starts the load of delta for each warpgroup."""
-        (atom, tensor), smem = self.cta.streams.delta, self.cta.views.delta
-        parts = cute.group_modes(cute.local_tile(tensor[None, None, plane], DELTA_BOX, (0, tile)), 0, 2)
-        for wg in range(CONSUMER_WARPGROUPS):
-            own = cute.group_modes(smem[None, None, wg, stage], 0, 2)
-            dst, src = cpasync.tma_partition(atom, 0, cute.make_layout(1), own, parts)
-            cute.copy(atom, src, dst, tma_bar_ptr=self.cta.bars.at("do_full", stage))
 
     @cute.jit
     def load_kv(self, i, place: ChainPlace, runs):

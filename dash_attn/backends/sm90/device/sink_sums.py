@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from ..config import KernelConfig
-from .prepare import LOG2_E, parts_of
+from .prepare import LOG2_E
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -36,7 +36,7 @@ class SinkSums:
         total = Float32(0.0)
         for plane in cutlass.range(head, lse2.shape[0], sinks.shape[0], unroll=1):
             for at in cutlass.range(thread, lse2.shape[1], THREADS, unroll=4):
-                total -= cute.math.exp2(sink - lse2[plane, at], fastmath=True) * self.delta(delta, plane, at)
+                total -= cute.math.exp2(sink - lse2[plane, at], fastmath=True) * delta[plane, at]
         sums = cutlass.memory.SmemAllocator().allocate_tensor(Float32, cute.make_layout(WARPS), byte_alignment=16)
         total = cute.arch.warp_reduction_sum(total)
         if thread % 32 == 0:
@@ -46,9 +46,3 @@ class SinkSums:
             total = cute.arch.warp_reduction_sum(sums[thread])
             if thread == 0:
                 dsinks[head] = total
-
-    def delta(self, delta, plane, at):
-        if not self.cfg.delta_in_product:
-            return delta[plane, at]
-        parts = parts_of(delta, plane)
-        return parts[at % 8, 0, at // 8].to(Float32) + parts[at % 8, 1, at // 8].to(Float32)
