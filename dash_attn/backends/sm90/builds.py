@@ -92,7 +92,7 @@ def debug(launch: Launch, operands: Operands, into: Gradients) -> Debugged:
     try:
         launch(operands, into, workspace=workspace, buffers=buffers)
         torch.cuda.synchronize(operands.q.device)
-    except RuntimeError as error:
+    except Exception as error:  # torch and the kernel compiler have errors of their own, and either may come first
         stuck = buffers.stuck()
         if not stuck:
             raise

@@ -31,6 +31,7 @@ from dash_attn.tools.bench.report import (
     tflops,
     times,
 )
+from dash_attn.tools.bench.suites import SUITES
 
 Results = Mapping[str, Result]  # by suite
 MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
@@ -101,13 +102,13 @@ def models(results: Results) -> TableText:
 
 
 def length(results: Results) -> TableText:
-    """With the memory of a call, and how much longer a call takes in eight panels."""
+    """With the memory of a call, and how much longer a call takes in panels."""
     header, lines = _beside(results["length"])
     for row, line in zip(results["length"]["rows"], lines, strict=True):
         line += [f"{row['peak_bytes'][name] / 1e6:,.0f}" for name in (BASELINE, default_of(row))]
-        whole = speed(row, "auto panels=8")
+        whole = speed(row, f"auto panels={PANELS}")
         line.append("-" if whole is None else percent(whole - 1))
-    return [*header, "FA4 det, MB", "ours, MB", "in 8 panels"], lines
+    return [*header, "FA4 det, MB", "ours, MB", f"in {PANELS} panels"], lines
 
 
 def few(results: Results) -> TableText:
@@ -205,6 +206,7 @@ def _twin(row: Row) -> float | None:
     return abs(own / wide - 1)
 
 
+PANELS = SUITES["length"].panels
 TABLES: dict[str, Callable[[Results], TableText]] = {
     "headline": headline,
     "grid": grid,

@@ -184,6 +184,7 @@ def test_another_order_of_the_sums_is_noticed() -> None:
     assert not torch.equal(results[1].dk, whole.dk)
 
 
+@pytest.mark.alone
 def test_an_audit_of_processes_that_share_the_gpu() -> None:
     """Ranks with a group of gloo, or of NCCL if there are GPUs enough, in every mode and layout."""
     how = Plan("cuda", tuple(spots_of((1, 2))), invariance=True, ranks=(1, 2))
@@ -201,6 +202,7 @@ SHARED = {
 }
 
 
+@pytest.mark.alone
 def test_processes_that_share_the_gpu() -> None:
     """1, 2 and 4 ranks, in every mode and layout, on a mesh too. Gloo carries the tensors, each kv head by itself.
 
