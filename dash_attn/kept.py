@@ -154,8 +154,8 @@ def grown(part: object) -> None:
 def bytes_of(*values: object) -> int:
     """The memory of values and of all that they lead to: arrays, tensors, containers, objects of this package.
 
-    What two values share counts once. Modules, devices, compiled kernels and the like are shared by all, and count as
-    good as nothing.
+    What two values share counts once. Modules, devices and compiled kernels are shared by all, so only their own few
+    bytes count.
     """
     total, todo, seen = 0, list[Any](values), set[object]()
     while todo:

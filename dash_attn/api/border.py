@@ -9,7 +9,7 @@ All functions import the same module. If two threads make the first calls, one w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,26 +22,28 @@ if TYPE_CHECKING:
     from dash_attn.program import Program
 
 
-def load() -> None:
-    """Load the planner before or after a fork. A child that is born meanwhile inherits a lock that nobody opens."""
-    with apart:
-        import dash_attn.api.planner  # noqa: F401
-
-
 def check_order(policy: str | Program, panels: int) -> None:
     """Raise an error if the policy is not known, or does not go with the panels. torch.compile can trace it."""
-    if not torch.compiler.is_compiling():
-        load()
-    from dash_attn.api import planner
-
+    planner = loaded()
     planner.check_policy(policy)
     planner.check_panels(panels, policy)
 
 
 def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device) -> Prepared:
     """dash_attn.prepare.prepare."""
+    prepared: Prepared = loaded().prepare(problem, policy, options, like)
+    return prepared
+
+
+def loaded() -> Any:
+    """The module behind the border.
+
+    It loads before or after a fork: a child that is born meanwhile would inherit a lock that nobody opens.
+    torch.compile cannot trace that, and traces the import alone.
+    """
     if not torch.compiler.is_compiling():
-        load()
+        with apart:
+            import dash_attn.api.planner  # noqa: F401
     from dash_attn.api import planner
 
-    return planner.prepare(problem, policy, options, like)
+    return planner

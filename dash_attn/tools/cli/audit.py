@@ -69,12 +69,7 @@ class AuditOptions:
         ),
     ] = False
     repeats: Annotated[int, Option("--repeats", help="runs of each stressor")] = 20
-    calls: Annotated[
-        int,
-        Option(
-            "--calls", help="calls of each repeat, which follow each other closely; a repeat counts as so many runs"
-        ),
-    ] = 1
+    calls: Annotated[int, Option("--calls", help="calls in each repeat, without a pause; each call is a run")] = 1
     minutes: Annotated[
         float | None,
         Option(
