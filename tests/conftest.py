@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -13,6 +14,12 @@ settings.register_profile("dash_attn", deadline=None, print_blob=True)
 settings.load_profile("dash_attn")
 
 GPU_SECONDS = 180  # several kernels may have to be compiled first
+
+
+def pytest_configure() -> None:
+    """A shell starts commands in the background with interrupts turned off. The tests of interrupts need them."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
