@@ -67,7 +67,8 @@ class Layout:
         size = -(-length // self.panels)
         return [(min(i * size, length), min((i + 1) * size, length)) for i in range(self.panels)]
 
-    def held(self, length: int, rank: int) -> list[Range]:
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
+    def held(self, length: int, rank: int) -> tuple[Range, ...]:
         """The tokens of a rank. Neighbouring ranges are joined, and empty ones left out."""
         ranges, joined = self.ranges(length), list[Range]()
         for begin, end in (ranges[i] for i in self.numbers[rank]):
@@ -75,19 +76,33 @@ class Layout:
                 joined[-1] = joined[-1][0], end
             elif begin < end:
                 joined.append((begin, end))
-        return joined
+        return tuple(joined)
 
     def lengths(self, length: int) -> list[int]:
         """The number of tokens of each rank."""
         return [sum(end - begin for begin, end in self.held(length, rank)) for rank in range(self.ranks)]
 
+    def rows(self, length: int, rank: int, part: Range) -> list[tuple[Range, Range]]:
+        """The tokens of a part of the sequence that a rank holds, and the place of each range among the rank's own."""
+        rows, first = list[tuple[Range, Range]](), 0
+        for begin, end in self.held(length, rank):
+            low, high = max(begin, part[0]), min(end, part[1])
+            if low < high:
+                rows.append(((low, high), (first + low - begin, first + high - begin)))
+            first += end - begin
+        return rows
+
+    def spans(self, length: int, part: Range) -> list[Range]:
+        """For each rank: which of its own rows are tokens of a part of the sequence. They are neighbours."""
+        every = [[own for _, own in self.rows(length, rank, part)] for rank in range(self.ranks)]
+        return [(rows[0][0], rows[-1][1]) if rows else (0, 0) for rows in every]
+
     @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
-    def pieces(self, length: int) -> tuple[tuple[int, Range], ...]:
-        """The tokens in ascending order, in pieces: the rank that holds a piece, and its rows among the rank's own."""
-        pieces = list[tuple[int, int, Range]]()
-        for rank in range(self.ranks):
-            row = 0
-            for begin, end in self.held(length, rank):
-                pieces.append((begin, rank, (row, row + end - begin)))
-                row += end - begin
-        return tuple((rank, rows) for _, rank, rows in sorted(pieces))
+    def pieces(self, length: int, part: Range | None = None) -> tuple[tuple[int, Range], ...]:
+        """The tokens in ascending order, in pieces: the rank that holds a piece, and its rows among the rank's own.
+
+        With `part`, only the tokens of this part.
+        """
+        part = part or (0, length)
+        pieces = ((tokens, rank, own) for rank in range(self.ranks) for tokens, own in self.rows(length, rank, part))
+        return tuple((rank, own) for _, rank, own in sorted(pieces))

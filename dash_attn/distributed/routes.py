@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -102,11 +101,11 @@ def _firsts(length: int, layout: Layout) -> list[int]:
 
 def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int, Panel]]], to: int) -> tuple[Sum, ...]:
     """The sums over the keys of rank `to`, in ascending order of its rows."""
-    held, length = layout.held(problem.len_k, to), layout.lengths(problem.len_k)[to]
+    length = layout.lengths(problem.len_k)[to]
     counts, sums = [0] * layout.ranks, list[Sum]()
     for number, sequence in enumerate(problem.sequences):
         batch, begin = divmod(sequence.k_row, problem.len_k) if problem.len_k else (0, 0)
-        for rows, own in _held_rows(held, (begin, begin + sequence.len_k)):
+        for rows, (own, _) in layout.rows(problem.len_k, to, (begin, begin + sequence.len_k)):
             parts = list[Part]()
             for source, panel_number, panel in place.get(number, ()):
                 count = min(rows[1], begin + panel.len_k) - rows[0]
@@ -118,16 +117,6 @@ def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int
                 first = batch * length + own
                 sums.append(Sum((first, first + rows[1] - rows[0]), tuple(parts)))
     return tuple(sums)
-
-
-def _held_rows(held: list[Range], keys: Range) -> Iterator[tuple[Range, int]]:
-    """The rows of a rank that are among some keys, and the first of them among the rank's own rows."""
-    row = 0
-    for begin, end in held:
-        low, high = max(begin, keys[0]), min(end, keys[1])
-        if low < high:
-            yield (low, high), row + low - begin
-        row += end - begin
 
 
 def _joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:

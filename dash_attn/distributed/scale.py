@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,11 @@ from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.stages import stages_of, trip_rows
 from dash_attn.distributed.tokens import Load, chunks_of, held_pack, load_of
 from dash_attn.pack import Pack
 from dash_attn.problem import Problem
+from dash_attn.problem.panels import Longs
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ class Rank:
 
     def spans(self, machines: Cluster) -> Spans:
         problem = self.problem
-        pairs, dim, dim_v = problem.batch * problem.heads_q * self._pairs(), problem.dim, problem.dim_v
+        seen = self._seen()
+        pairs, dim, dim_v = problem.heads_q * int(seen.sum()), problem.dim, problem.dim_v
         # Two products in the forward, of which one is as wide as v, and five in the backward, of which two are.
         computing = 2 * pairs * (dim + dim_v) / machines.forward, 2 * pairs * (3 * dim + 2 * dim_v) / machines.backward
         exchanged, held = self._exchanged(), 0
@@ -171,18 +175,25 @@ class Rank:
             load, to = self._load()
             count = len(chunks_of(self.problem))
             across = range(self.number % self.ways, self.ranks, self.ways)
-            gather = machines.gather(self.number, across, load.gathered_sent // (len(across) - 1) // count)
+            rows, each = trip_rows(problem, self._tokens()), load.gathered_sent // (len(across) - 1) // count
+            gathers = [machines.gather(self.number, across, each * part // sum(rows)) for part in rows]
             add = machines.exchange(self.number, across, [size // count for size in to])
-            forward += pipeline(count, computing[0] / count, gather, 0.0) - computing[0]
-            backward += pipeline(count, computing[1] / count, gather, add) - computing[1]
+            begin = [0, *np.cumsum(seen).tolist()]
+            stages = [
+                (stage.trips, sum(begin[b] - begin[a] for a, b in stage.rows) / max(1, begin[-1]))
+                for stage in stages_of(problem, self._tokens(), self.number // self.ways, self._routes().panels)
+            ]
+            forward += pipeline(count, computing[0] / count, gathers, 0.0, stages) - computing[0]
+            backward += pipeline(count, computing[1] / count, gathers, add, stages) - computing[1]
             sent, held = sent + 2 * load.gathered_sent + load.sums_sent, load.gathered + load.sums
         return Spans(forward, backward, sum(computing), sent, held)
 
-    def _pairs(self) -> int:
-        """Pairs of a query of this rank and a key that it sees."""
+    def _seen(self) -> Longs:
+        """The number of keys that each query of this rank sees."""
         first, end = self.problem.mask.intervals(self.problem.len_q, self.problem.len_k)
         held = self._tokens().held(self.problem.len_q, self.number // self.ways)
-        return sum(int((end[a:b] - first[a:b]).sum(dtype=np.int64)) for a, b in held)
+        own = [end[a:b] - first[a:b] for a, b in held] or [end[:0]]
+        return np.tile(np.concatenate(own).astype(np.int64), self.problem.batch)
 
     def _tokens(self) -> Layout:
         return Layout(self.layout, self.ranks // self.ways, self.problem.panels)
@@ -229,18 +240,26 @@ def exchanged(problem: Problem, sides: tuple[Heads, Heads], batch: int) -> tuple
     return item * (forward + out_k) + lse, item * (backward + back_k)
 
 
-def pipeline(count: int, compute: float, gather: float, add: float) -> float:
-    """Seconds of `count` parts, each of which is gathered, computed and sent to be added.
+def pipeline(
+    count: int, compute: float, gathers: Sequence[float], add: float, stages: Sequence[tuple[int, float]]
+) -> float:
+    """Seconds of `count` chunks of heads, each of which is gathered, computed and sent to be added.
 
-    Collectives run one after the other, in the order in which Tokens starts them: a part is gathered while the part
-    before is computed, and sums are sent when their part is computed.
+    Collectives run one after the other, in the order in which Tokens starts them: a chunk is gathered while the chunk
+    before is computed, and sums are sent when their chunk is computed.
+
+    gathers  seconds of each trip
+    stages   of the first chunk: the number of trips that each waits for, and its share of `compute`
     """
-    link, done, arrived = gather, 0.0, [gather]
+    link, done, arrived = 0.0, 0.0, list[list[float]]()
     for number in range(count):
-        if number + 1 < count:
-            link += gather
-            arrived.append(link)
-        done = max(done, arrived[number]) + compute
+        while len(arrived) < min(number + 2, count):
+            _, *ends = accumulate(gathers, initial=max(link, done))
+            arrived.append([0.0, *ends])  # after no trip, after the first, ...
+            link = ends[-1]
+        for trip, share in [(len(gathers), 1.0)] if number else stages:
+            done = max(done, arrived[number][trip]) + share * compute
+        done = max(done, arrived[number][-1])
         if add:
             link = max(link, done) + add
     return max(done, link if add else 0.0)

@@ -1,14 +1,14 @@
 """The attention over tokens: each rank computes the panels of its own queries.
 
 Keys and values are gathered from all ranks, some heads at a time: while a rank computes with some heads, the next ones
-are under way. dQ of a panel is complete on its rank. The dK and dV of each panel travel in float32 to the ranks that
-hold the keys, and are added there in the order of the whole problem. No collective adds anything.
+are under way. With the first heads a rank starts with the panels whose keys have arrived. dQ of a panel is complete on
+its rank. The dK and dV of each panel travel in float32 to the ranks that hold the keys, and are added there in the
+order of the whole problem. No collective adds anything.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Extras, Gradients, Held, KeySums, Operands
+from dash_attn.distributed.gather import Gather
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.stages import Stage, joined, stages_of, trip_rows, trips
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared, prepare_panels
@@ -69,7 +71,7 @@ class Load(NamedTuple):
 def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int, is_part: bool) -> Load:
     """What a rank sends and holds if the tokens lie on several ranks. `is_part`: its axis is part of a group."""
     chunks, item = chunks_of(problem), 4 if problem.dtype == "float32" else 2
-    share = problem.batch * max(layout.lengths(problem.len_k))
+    share = problem.batch * sum(trip_rows(problem, layout))
     # Rows that are gathered, and that are sent: once, or to each rank by itself. The next heads are under way too.
     moved = min(2, len(chunks)) * share * (layout.ranks + 1 + is_part * layout.ranks)
     to = [sum(part.count for part in parts) for parts in routes.sent]
@@ -109,6 +111,17 @@ class Tokens:
     def routes(self) -> Routes:
         return Routes.of(self.whole.problem, self.layout, self.axis.number)
 
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The panels of this rank, in the order in which the keys of the first heads arrive."""
+        return stages_of(self.whole.problem, self.layout, self.axis.number, self.routes.panels)
+
+    @cached_property
+    def at_once(self) -> tuple[Stage, ...]:
+        """All panels of this rank together. The keys of later heads are there when the rank needs them."""
+        panels = self.routes.panels
+        return (Stage.of(panels, range(len(panels)), len(trips(self.whole.problem, self.layout))),)
+
     @property
     def is_local(self) -> bool:
         """One rank holds the whole problem, or there is nothing to compute."""
@@ -124,7 +137,7 @@ class Tokens:
         if self.is_local:
             return
         try:
-            self._held(chunks_of(self.whole.problem)[0])
+            self._held(chunks_of(self.whole.problem)[0], self.stages[0])
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.axis.size} ranks share the tokens of a kv head: {error}. Or use mode='a2a' with a number of "
@@ -136,31 +149,43 @@ class Tokens:
         if self.is_local:
             return self.whole.forward(q, k, v, extras)
         outs, lses = list[Tensor](), list[Tensor]()
-        for chunk, keys, values in self._gathered(k, v):
-            mine = q[:, :, chunk.q]
-            out, lse = self._held(chunk).forward(_joined(mine), keys, values, chunk.extras(extras))
+        for chunk, stages, gather in self._gathered(k, v):
+            mine, results = q[:, :, chunk.q], list[tuple[Tensor, Tensor]]()
+            rows = _joined(mine)
+            for stage in stages:
+                held, keys_and_values = self._held(chunk, stage), gather.after(stage.trips)
+                results.append(held.forward(stage.cut(rows, 1), *keys_and_values, chunk.extras(extras)))
+                del keys_and_values
+            gather.finish()
+            out, lse = (joined(stages, each, dim) for each, dim in zip(zip(*results, strict=True), (1, 2), strict=True))
             outs.append(out.view(*mine.shape[:3], out.shape[3]))
             lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
-            del keys, values  # those of the next heads take their place
         return torch.cat(outs, 2), torch.cat(lses, 1)
 
     def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
         if self.is_local:
             return self.whole.backward(operands, None, extras)
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
-        for chunk, keys, values in self._gathered(operands.k, operands.v):
+        for chunk, stages, gather in self._gathered(operands.k, operands.v):
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
-            held = self._held(chunk)
-            own = Operands(_joined(dout), _joined(q), keys, values, _joined(out), chunk.rows_of(operands.lse))
-            partials = held.backward(own, chunk.extras(extras))
-            dqs.append(partials.dq.view(q.shape))
-            del own, keys, values
+            rows, lse = [_joined(x) for x in (dout, q, out)], chunk.rows_of(operands.lse)
+            own_dqs, own_sums = list[Tensor](), dict[int, KeySums]()
+            for stage in stages:
+                held, (keys, values) = self._held(chunk, stage), gather.after(stage.trips)
+                own_dout, own_q, own_out = (stage.cut(x, 1) for x in rows)
+                own = Operands(own_dout, own_q, keys, values, own_out, stage.cut(lse, 2))
+                partials = held.backward(own, stage.extras(chunk.extras(extras)))
+                own_dqs.append(partials.dq)
+                own_sums |= zip(stage.numbers, partials.sums, strict=True)
+                del own, keys, values, partials
+            gather.finish()
+            dqs.append(joined(stages, own_dqs, 1).view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
                 sums.append(pending())
                 pending = None  # frees what has arrived before more is sent
             models = KeySums(operands.k[:, :, chunk.k], operands.v[:, :, chunk.k])
-            pending = self._summed(held, partials.sums, models)
-            del partials  # its sums are copied, and the next heads need the memory
+            pending = self._summed(held, own_sums, models)
+            del own_sums  # they are copied, and the next heads need the memory
         if pending is not None:
             sums.append(pending())
         dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
@@ -183,49 +208,25 @@ class Tokens:
         own = held_pack(whole.problem, self.routes, whole.backend.tile_shape, whole.policy)
         return whole.backend.workspace_bytes(own)
 
-    def _held(self, chunk: Chunk) -> Held:
+    def _held(self, chunk: Chunk, stage: Stage) -> Held:
         problem, whole = chunk.of(self.whole.problem), self.whole
         assert isinstance(whole.policy, str)  # ranks agree on the name of a policy
-        return prepare_panels(problem, self.routes.panels, whole.policy, whole.options, whole.backend.device)
+        return prepare_panels(problem, stage.panels, whole.policy, whole.options, whole.backend.device)
 
-    def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-        """The keys and values of all ranks in ascending order, (1, rows, heads, dim), some heads at a time."""
+    def _gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[Chunk, tuple[Stage, ...], Gather]]:
+        """Some heads at a time: the panels of this rank in stages, and the keys and values that they wait for."""
         chunks = chunks_of(self.whole.problem)
-        arrivals = [self._gather(k, v, chunks[0])]
+        gathers = [self._gather(k, v, chunks[0])]
         for number, chunk in enumerate(chunks):
             if number + 1 < len(chunks):
-                arrivals.append(self._gather(k, v, chunks[number + 1]))
+                gathers.append(self._gather(k, v, chunks[number + 1]))
             # Not in variables: they would keep these heads until the next ones have come.
-            yield chunk, *arrivals.pop(0)()
+            yield chunk, self.at_once if number else self.stages, gathers.pop(0)
 
-    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start to gather the keys and values of some heads, in one collective."""
-        length = self.whole.problem.len_k
-        most = max(self.layout.lengths(length))
-        shapes = [(x.shape[0], most, chunk.heads[1], x.shape[3]) for x in (k, v)]
-        sizes = [math.prod(shape) for shape in shapes]
-        sent = k.new_empty(sum(sizes))
-        for flat, shape, x in zip(torch.split(sent, sizes), shapes, (k, v), strict=True):
-            into = flat.view(shape)
-            into[:, : x.shape[1]] = x[:, :, chunk.k]
-            into[:, x.shape[1] :] = 0
-        arrival = self.axis.all_gather(sent)
+    def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Gather:
+        return Gather(self.axis, self.layout, self.whole.problem, (k[:, :, chunk.k], v[:, :, chunk.k]))
 
-        def gathered() -> tuple[Tensor, Tensor]:
-            keys, values = (
-                part.view(self.axis.size, *shape)
-                for part, shape in zip(torch.split(arrival(), sizes, 1), shapes, strict=True)
-            )
-            return _joined(self._ordered(keys)), _joined(self._ordered(values))
-
-        return gathered
-
-    def _ordered(self, parts: Tensor) -> Tensor:
-        """The gathered rows of all ranks in ascending order."""
-        pieces = self.layout.pieces(self.whole.problem.len_k)
-        return torch.cat([parts[rank, :, first:end] for rank, (first, end) in pieces], 1)
-
-    def _summed(self, held: Held, sums: tuple[KeySums, ...], models: KeySums) -> Callable[[], KeySums]:
+    def _summed(self, held: Held, sums: Mapping[int, KeySums], models: KeySums) -> Callable[[], KeySums]:
         """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys.
 
         `models` are these keys and values.

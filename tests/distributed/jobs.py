@@ -138,6 +138,16 @@ def equal_everywhere(
     return wrong
 
 
+def poisoned(groups: Groups, case: Case) -> dict[str, list[str]]:
+    """`equal_everywhere`, and memory that nothing was written to holds NaN: also keys that have not arrived."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()
+        return equal_everywhere(groups, case, (2, 4), 2**30, ("zigzag",))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def meshes(groups: Groups, case: Case) -> dict[tuple[int, int], DeviceMesh]:
     """Meshes over all processes, (tokens, heads), whose second dimension divides the kv heads."""
     size = max(groups)

@@ -25,9 +25,8 @@ from tests.distributed.pool import Groups
 
 # The innermost of these functions says what a tensor is for.
 PURPOSES = {
-    "_gather": "gathered",
-    "gathered": "gathered",
-    "_ordered": "gathered",
+    "_start": "gathered",
+    "after": "gathered",
     "key_sums": "sums",
     "_summed": "sums",
     "replay": "workspace",

@@ -16,6 +16,7 @@ from dash_attn.distributed import context_parallel_attention, explain, tokens
 from dash_attn.distributed.layout import LAYOUTS, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.stages import joined, stages_of, trips
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from tests.strategies import examples
@@ -42,16 +43,16 @@ def rows_of(layout: Layout, length: int, rank: int) -> list[int]:
 
 def test_layouts_as_others_know_them() -> None:
     assert [Layout("zigzag", 4, 8).held(80, rank) for rank in range(4)] == [
-        [(0, 10), (70, 80)],
-        [(10, 20), (60, 70)],
-        [(20, 30), (50, 60)],
-        [(30, 50)],
+        ((0, 10), (70, 80)),
+        ((10, 20), (60, 70)),
+        ((20, 30), (50, 60)),
+        ((30, 50),),
     ]
     assert [Layout("contiguous", 4, 8).held(80, rank) for rank in range(4)] == [
-        [(0, 20)],
-        [(20, 40)],
-        [(40, 60)],
-        [(60, 80)],
+        ((0, 20),),
+        ((20, 40),),
+        ((40, 60),),
+        ((60, 80),),
     ]
 
 
@@ -158,6 +159,37 @@ def test_routes_bring_every_sum_to_its_keys(problem: Problem, layout: Layout) ->
             for key in range(panel.k_row, panel.k_row + panel.len_k):
                 expected.setdefault(key, []).append(where[panel.q_row])
     assert contributions == expected
+
+
+@given(problems(), layouts())
+@examples(150)
+def test_a_panel_starts_as_soon_as_its_keys_are_there(problem: Problem, layout: Layout) -> None:
+    problem = replace(problem, panels=layout.panels)
+    every, length = trips(problem, layout), problem.len_k
+    assert [key for trip in every for key in range(*trip)] == list(range(length))
+    started = set[int]()
+    for rank in range(layout.ranks):
+        panels = Routes.of(problem, layout, rank).panels
+        stages = stages_of(problem, layout, rank, panels)
+        assert sorted(number for stage in stages for number in stage.numbers) == list(range(len(panels)))
+        queries = torch.arange(problem.batch * layout.lengths(problem.len_q)[rank])
+        cut = [stage.cut(queries, 0) for stage in stages]
+        assert torch.equal(joined(stages, cut, 0), queries)
+        for stage, rows in zip(stages, cut, strict=True):
+            there = [
+                set(rows_of(layout, length, rank)) | {key for trip in every[:n] for key in range(*trip)}
+                for n in range(3)
+            ]
+            for number, panel in zip(stage.numbers, stage.panels, strict=True):
+                asked = panels[number]
+                assert panel == asked._replace(q_row=panel.q_row)
+                assert rows[panel.q_row : panel.q_row + panel.len_q].tolist() == list(
+                    range(asked.q_row, asked.q_row + asked.len_q)
+                )
+                keys = {row % length for row in range(panel.k_row, panel.k_row + panel.len_k)}
+                assert [keys <= some for some in there].index(True) == stage.trips
+            started.add(stage.trips)
+    assert len(every) == 1 or started & {0, 1}, "early keys travel alone only if a panel can start with them"
 
 
 def whole(problem: Problem, layout: Layout, rank: int, row: int) -> int:

@@ -85,6 +85,11 @@ def test_random_problems(pool: Pool, seed: int) -> None:
     assert pool.run(jobs.equal_everywhere, case, (size,), (SMALL, LARGE)[seed % 2], (layout,))[0] == {}, case
 
 
+@pytest.mark.parametrize("name", ["causal", "causal pack", "lse"])
+def test_keys_that_have_not_arrived_change_nothing(pool: Pool, name: str) -> None:
+    assert pool.run(jobs.poisoned, CASES[name])[0] == {}
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 def test_the_gradient_of_sinks_is_that_of_the_own_queries(pool: Pool, mode: str) -> None:
     case = CASES["sinks in a pack"]

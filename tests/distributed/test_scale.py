@@ -16,17 +16,25 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = Problem(1, 32, 8, 2**17, 2**17, mask=CAUSAL)
 
 
+TOGETHER = [(1, 1.0)]  # all panels wait for one trip
+
+
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ((1, 10.0, 2.0, 3.0), 2 + 10 + 3),  # nothing overlaps
-        ((4, 10.0, 2.0, 3.0), 2 + 4 * 10 + 3),  # only the first gather and the last sums are exposed
-        ((4, 10.0, 2.0, 0.0), 2 + 4 * 10),
-        ((4, 1.0, 5.0, 0.0), 4 * 5 + 1),  # the links are the limit: the last part is computed when it has arrived
-        ((3, 1.0, 5.0, 4.0), 2 * 5 + 4 + 5 + 4 + 4),  # two gathers, then by turns: sums of a part, next gather
+        ((1, 10.0, [2.0], 3.0, TOGETHER), 2 + 10 + 3),  # nothing overlaps
+        ((4, 10.0, [2.0], 3.0, TOGETHER), 2 + 4 * 10 + 3),  # only the first gather and the last sums are exposed
+        ((4, 10.0, [2.0], 0.0, TOGETHER), 2 + 4 * 10),
+        ((4, 1.0, [5.0], 0.0, TOGETHER), 4 * 5 + 1),  # the links are the limit: the last is computed when it is there
+        ((3, 1.0, [5.0], 4.0, TOGETHER), 2 * 5 + 4 + 5 + 4 + 4),  # two gathers, then by turns: sums, next gather
+        ((1, 10.0, [2.0, 2.0], 0.0, [(1, 0.3), (2, 0.7)]), 2 + 10),  # the second trip is over before it is needed
+        ((1, 10.0, [2.0, 5.0], 0.0, [(0, 0.1), (1, 0.2), (2, 0.7)]), 7 + 7),  # early panels end before the late keys
+        ((1, 10.0, [2.0, 2.0], 3.0, [(0, 0.5), (2, 0.5)]), 10 + 3),  # own keys need no trip
+        ((1, 1.0, [2.0, 5.0], 0.0, [(0, 1.0)]), 2 + 5),  # a rank waits for keys that it has no use for
+        ((2, 10.0, [2.0, 2.0], 0.0, [(1, 0.3), (2, 0.7)]), 2 + 2 * 10),  # later heads have one stage
     ],
 )
-def test_the_pipeline(parts: tuple[int, float, float, float], expected: float) -> None:
+def test_the_pipeline(parts: tuple[int, float, list[float], float, list[tuple[int, float]]], expected: float) -> None:
     assert pipeline(*parts) == pytest.approx(expected)
 
 
