@@ -20,6 +20,7 @@ from dash_attn.backends.sm90.held import Sm90Held, neighbours, rows_of_sums
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
+from dash_attn.distributed.stages import stages_of, trips
 from dash_attn.distributed.tokens import Tokens
 from dash_attn.pack import Doc, Pack, assemble
 from dash_attn.prepare import Prepared
@@ -177,7 +178,7 @@ def test_sums_are_folded_as_in_one_process(name: str, kernels: Kernels) -> None:
     names = {panel: number for number, panel in enumerate(problem.panel_list)}
     by_rank = []
     for routes in held_by(problem, 2, "zigzag"):
-        held = held_of(problem, routes)
+        held = held_of(problem, routes.panels)
         operands = given_to(held, kernels, routes)
         kernels.names = {panel.q_row: number_of(panel, problem, names) for panel in routes.panels}
         partials = held.backward(operands)
@@ -201,9 +202,9 @@ def test_sums_are_folded_as_in_one_process(name: str, kernels: Kernels) -> None:
         assert torch.equal(into.dk[0], (want[1] * scale).bfloat16())
 
 
-def held_of(problem: Problem, routes: Routes) -> Sm90Held:
+def held_of(problem: Problem, panels: tuple[Panel, ...]) -> Sm90Held:
     sm90 = backend.Sm90Backend(CPU)
-    held = sm90.held(Pack(problem, sm90.tile_shape, held=routes.panels), Options())
+    held = sm90.held(Pack(problem, sm90.tile_shape, held=panels), Options())
     assert isinstance(held, Sm90Held)
     return held
 
@@ -237,6 +238,7 @@ FORWARDS = {
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("problem", FORWARDS.values(), ids=FORWARDS)
 def test_the_forward_of_a_rank_is_a_part_of_the_whole(problem: Problem, layout: str, kernels: Kernels) -> None:
+    """In stages: keys that have not arrived hold NaN."""
     noise = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(problem.batch, length, heads, problem.dim, generator=noise).bfloat16()
@@ -246,12 +248,18 @@ def test_the_forward_of_a_rank_is_a_part_of_the_whole(problem: Problem, layout: 
     out, lse = CpuBackend().forward(problem)(q, k, v, extras)
     cut = Layout(layout, 2, problem.panels)
     for rank, routes in enumerate(held_by(problem, 2, layout)):
-        held = held_of(problem, routes)
         mine = torch.cat([torch.arange(*rows) for rows in cut.held(problem.len_q, rank)])
-        got, got_lse = held.forward(*(x.flatten(0, 1)[None] for x in (q[:, mine], k, v)), extras)
-        want, want_lse = out[:, mine].flatten(0, 1), lse[:, :, mine].transpose(0, 1).flatten(1)
-        torch.testing.assert_close(got[0], want)
-        torch.testing.assert_close(got_lse[0], want_lse)
+        own = [torch.arange(*rows) for rows in cut.held(problem.len_k, rank)]
+        queries = q[:, mine].flatten(0, 1)[None]
+        for stage in stages_of(problem, cut, rank, routes.panels):
+            there = torch.cat([*own, *(torch.arange(*trip) for trip in trips(problem, cut)[: stage.trips])])
+            keys, values = (torch.full_like(x, float("nan")) for x in (k, v))
+            keys[:, there], values[:, there] = k[:, there], v[:, there]
+            held = held_of(problem, stage.panels)
+            got, got_lse = held.forward(stage.cut(queries, 1), *(x.flatten(0, 1)[None] for x in (keys, values)), extras)
+            want, want_lse = out[:, mine].flatten(0, 1), lse[:, :, mine].transpose(0, 1).flatten(1)
+            torch.testing.assert_close(got[0], stage.cut(want, 0))
+            torch.testing.assert_close(got_lse[0], stage.cut(want_lse, 1))
 
 
 def test_neighbouring_queries_are_one_call() -> None:
@@ -282,7 +290,7 @@ def test_a_forward_that_looks_at_other_queries_is_refused(monkeypatch: pytest.Mo
 def test_softcap_and_the_gradient_of_lse_reach_the_kernels(name: str, kernels: Kernels) -> None:
     problem = replace(PROBLEMS[name], features=Features(softcap=20.0, sinks=True))
     (routes, _), scale = held_by(problem, 2, "zigzag"), problem.softmax_scale
-    held = held_of(problem, routes)
+    held = held_of(problem, routes.panels)
     operands = given_to(held, kernels, routes)
     assert kernels.cfg.softcap and kernels.cfg.packed
     sinks, dlse = torch.zeros(problem.heads_q), torch.randn(operands.lse.shape)
