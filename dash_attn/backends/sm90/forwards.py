@@ -130,10 +130,18 @@ class TorchFlash:
         return _no_window(problem) or _has_features(problem)
 
     def bound(self, problem: Problem) -> Forward:
-        return partial(self.run, problem)
+        return TorchForward(problem)
 
-    def run(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
-        mask = problem.mask
+
+class TorchForward:
+    """The forward of one problem with torch's flash kernel."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._packing: Packing | None = None  # kept here: a captured graph reads it, and the cache may drop it
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
+        problem, mask = self.problem, self.problem.mask
         how = {
             "scale": problem.softmax_scale,
             "window_size_left": -1 if mask.left is None else mask.left,
@@ -144,9 +152,10 @@ class TorchFlash:
             lengths = (problem.len_q, problem.len_k)
             out, lse, *_ = flash(q, k, v, None, None, *lengths, 0.0, mask.right == 0, False, **how)
         else:
-            packing = packing_of(mask.documents, problem.batch, q.device)
+            if self._packing is None:
+                self._packing = packing_of(mask.documents, problem.batch, q.device)
             flat = (x if x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v))
-            out, lse, *_ = flash(*flat, *packing, 0.0, mask.right == 0, False, **how)
+            out, lse, *_ = flash(*flat, *self._packing, 0.0, mask.right == 0, False, **how)
             if q.dim() == 4:
                 out, lse = unpacked(problem, out, lse)
         if has_empty_rows(problem):

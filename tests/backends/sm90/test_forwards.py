@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from importlib import metadata
 from itertools import product
@@ -18,10 +19,11 @@ from torch.nn.functional import pad
 
 from dash_attn.backends.base import Extras
 from dash_attn.backends.cpu.forward import forward
-from dash_attn.backends.sm90 import fa4, flex, forwards
+from dash_attn.backends.sm90 import fa4, flex, forwards, packing
 from dash_attn.backends.sm90.config import PIECE_ROWS, Piece
 from dash_attn.backends.sm90.forwards import CuDnn, FlashAttention4, Flex, Packing, Provider, TorchFlash, choose
 from dash_attn.backends.sm90.packing import packing_of, spread_of, spread_pieces
+from dash_attn.backends.sm90.tables import joined
 from dash_attn.problem import CAUSAL, FULL, Documents, Features, Mask, Problem, documents, intervals, tiles, window
 from tests.backends.sm90.featured import attend
 from tests.strategies import examples
@@ -291,6 +293,31 @@ def test_called_as_documented(
         torch.testing.assert_close(lse, want_lse)
         if sinks is not None:
             assert torch.equal(lse[:, :, without_keys(problem)], want_lse[:, :, without_keys(problem)])
+
+
+@pytest.mark.usefixtures("libraries")
+@pytest.mark.parametrize("provider", ["fa4", "torch"])
+def test_the_tensors_that_a_graph_reads_live_with_the_forward(
+    provider: str, installed: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured graph reads the boundaries of a pack at every replay. The caches may drop them meanwhile."""
+    made = list[weakref.ref[Tensor]]()
+
+    def watched(lengths: Any, device: torch.device) -> Any:
+        tensors = joined(lengths, device)
+        made.extend(map(weakref.ref, tensors))
+        return tensors
+
+    monkeypatch.setenv(forwards.VARIABLE, provider)
+    monkeypatch.setattr(packing, "joined", watched)
+    packing_of.cache_clear()
+    spread_of.cache_clear()
+    problem = posed(DOCUMENTS)
+    run = forwards.LibraryForward(problem)
+    run(*(torch.randn(2, n, heads, 16) for n, heads in ((problem.len_q, 4), (problem.len_k, 2), (problem.len_k, 2))))
+    packing_of.cache_clear()
+    spread_of.cache_clear()
+    assert made and all(tensor() is not None for tensor in made)
 
 
 @pytest.mark.parametrize("mask", [Mask(3, -2), Mask(-2, None)], ids=str)
