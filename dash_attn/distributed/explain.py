@@ -29,7 +29,7 @@ class Explanation:
     gathered_bytes   memory for gathered keys and values, sent, received and in order, at most
     sums_bytes       memory for float32 dK and dV of panels that travel, computed, sent and received, at most
     workspace_bytes  other memory of the backward, at most. Where nothing travels, it has the float32 dK and dV of
-                     panels. A GPU has them there in both cases
+                     panels. On a GPU it always has them
     predicted_ms     time of forward and backward in the model of `dash-attn simulate --ranks`, for H200 GPUs and bf16
     exposed_ms       the part of this time in which the rank waits for tensors and computes nothing
     """

@@ -19,7 +19,7 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 class Gather:
     """Starts to gather `own`, this rank's keys and values (batch, rows, heads, dim) of some heads of a problem.
 
-    Each of the `trips` is one collective. All are under way at the same time.
+    Each of the `trips` is one collective. All of them start at once, and arrive one after the other.
     """
 
     def __init__(self, axis: Axis, layout: Layout, problem: Problem, own: Pair) -> None:

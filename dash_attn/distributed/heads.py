@@ -16,7 +16,7 @@ from dash_attn.distributed.ranks import Arrival, Axis
 
 @dataclass(frozen=True)
 class Heads:
-    """One token dimension on the axis over heads.
+    """The exchange of the tokens of q, or of k, between the ranks that share heads.
 
     Before `spread` a rank has its own tokens and all heads. After it, the rank has the tokens of all ranks of the axis,
     in ascending order, and its own block of heads.

@@ -1,7 +1,8 @@
 """Layouts: which tokens a rank holds.
 
 The tokens are cut into `panels` ranges of equal length; the last ones may be shorter or empty. A rank holds whole
-ranges, in ascending order. So the cut of the work, and with it every bit, is the same for every number of ranks.
+ranges, in ascending order. So the cut of the work, and with it every bit, is the same for every number of ranks with
+the same `panels`.
 """
 
 from __future__ import annotations

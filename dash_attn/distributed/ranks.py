@@ -98,7 +98,7 @@ def _arrival(parts: Tensor, work: dist.Work) -> Arrival:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a call, as a grid of one or two dimensions. The numbers of neighbours differ in the last one."""
+    """All ranks of a call, as a grid of one or two dimensions. Neighbours differ in the last dimension only."""
 
     axes: tuple[Axis, ...]
 

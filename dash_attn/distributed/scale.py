@@ -63,7 +63,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One forward and one backward of attention, on the rank that takes longest. Times are seconds.
+    """One forward and one backward of attention, on the slowest of the first, middle and last rank. Times are seconds.
 
     exposed          time in which the rank computes nothing
     sent_bytes       to other ranks, in forward and backward

@@ -1,4 +1,12 @@
-"""Packs: problems of several sequences. Each sequence is planned by itself."""
+"""Packs: problems of several sequences or panels. Each of them is planned by itself.
+
+pack               the problem and its plans
+templates          verified orders, one for each kind of sequence
+assembly, tables   the tables of a pack, made of templates
+rounds             when the bundles of a pack start
+folds              which sums of panels are added
+checks             what holds for the tables of every pack
+"""
 
 from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
