@@ -101,8 +101,7 @@ class Prepared:
                 grad.zero_()
             write_sink_gradient(operands, extras)
             return into
-        if self._is_unordered and torch.are_deterministic_algorithms_enabled():
-            _alert()
+        self.alert()
         if self._is_plain():
             grads = self.run_backward(operands, into, extras)
         else:
@@ -111,6 +110,11 @@ class Prepared:
         if "backward" not in self._counted:
             self._count("backward")
         return grads
+
+    def alert(self) -> None:
+        """Raise an error, or warn, if torch asks for determinism and a backward of this problem has no order."""
+        if self._is_unordered and torch.are_deterministic_algorithms_enabled():
+            _alert()
 
     def _count(self, call: str) -> None:
         """The first call has made the plan and the tables. They are as large as they will ever be."""

@@ -230,6 +230,8 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, ha
             "seed": None if around.seed is None else around.seed.tolist(),
             "policy": order.policy,
             "deterministic": order.deterministic,
+            # Without an order, strict torch is an error. It comes on all ranks or on none.
+            "torch.use_deterministic_algorithms": order.deterministic or torch.are_deterministic_algorithms_enabled(),
             "panels and layout": (order.panels, terms.layout),
             "number of ranks that share heads (mode)": terms.ways,
             "gradient of lse": "given" if has_dlse else "not given (add 0 * lse.sum() to the loss)",

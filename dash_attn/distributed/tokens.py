@@ -165,6 +165,7 @@ class Tokens:
     def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
         if self.is_local:
             return self.whole.backward(operands, None, extras)
+        self.whole.alert()
         dqs, sums, pending = list[Tensor](), list[KeySums](), None
         for chunk, stages, gather in self._gathered(operands.k, operands.v):
             dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))

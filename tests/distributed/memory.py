@@ -1,4 +1,7 @@
-"""What attention over ranks really allocates. The functions are called by name, in processes of their own."""
+"""What attention over ranks really allocates, and what it says to strict torch.
+
+The functions are called by name, in processes of their own.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,13 @@ from torch.utils._pytree import tree_leaves
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.extras import Given
 from dash_attn.backends import Operands
-from dash_attn.distributed import explain, shard, tokens
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.distributed import context_parallel_attention, explain, ops, shard, tokens
 from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.explain import Explanation
 from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import ranks_of
+from dash_attn.prepare import prepare
 from tests.distributed.jobs import Case, mesh_of
 from tests.distributed.pool import Groups
 
@@ -76,6 +81,30 @@ def purpose() -> str:
             return PURPOSES[frame.f_code.co_name]
         frame = frame.f_back  # type: ignore[assignment]
     return "other"
+
+
+def strict(groups: Groups, case: Case, mode: str, size: int) -> list[str]:
+    """The errors of a backward without order on a device that has one, if all ranks are strict, and if one is."""
+    said = list[str]()
+    if size not in groups:
+        return said
+    group = groups[size]
+    q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
+    CpuBackend.always_deterministic = False  # as on a GPU
+    try:
+        for ranks in (range(size), range(1)):
+            out = context_parallel_attention(q.requires_grad_(), k, v, group=group, mode=mode, deterministic=False)
+            torch.use_deterministic_algorithms(group.rank() in ranks)
+            try:
+                out.backward(dout)
+            except (RuntimeError, ValueError) as error:
+                said.append(str(error))
+            torch.use_deterministic_algorithms(False)
+    finally:
+        CpuBackend.always_deterministic = True
+        ops._call.cache_clear()
+        prepare.cache_clear()
+    return said
 
 
 def measured(groups: Groups, case: Case, mode: str) -> tuple[Explanation, dict[str, int]]:

@@ -226,6 +226,13 @@ def test_operators_are_as_torch_expects_them(pool: Pool, mode: str) -> None:
     pool.run(jobs.check_operators, mode, 2)
 
 
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_a_backward_without_order_is_an_error_if_torch_is_strict(pool: Pool, mode: str) -> None:
+    for every, one in pool.run(memory.strict, Case(heads=(4, 4)), mode, 2)[:2]:
+        assert "was called with deterministic=False" in every
+        assert "torch.use_deterministic_algorithms is True on rank 0, False on rank 1" in one
+
+
 DEATHS = [("all_gather", "before"), *((mode, at) for mode in ("a2a", "all_gather") for at in ("forward", "backward"))]
 
 
