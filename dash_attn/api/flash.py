@@ -93,12 +93,9 @@ def flash_attn_func(
         names=FLASH_NAMES,
         panels=panels,
     )
-    extras = None
-    if softcap or dropout_p or learnable_sink is not None:
-        given = Given(softcap, dropout_p, learnable_sink, None, "learnable_sink")
-        asked, extras = asked._replace(features=given.features()), given.extras(q)
-    out, lse = attend(q, k, v, asked, extras, return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
+    return _attended(
+        q, k, v, asked, Given(softcap, dropout_p, learnable_sink, None, "learnable_sink"), return_attn_probs
+    )
 
 
 def flash_attn_varlen_func(
@@ -162,12 +159,17 @@ def flash_attn_varlen_func(
         used_k=seqused_k,
         panels=panels,
     )
+    return _attended(
+        q, k, v, asked, Given(softcap, dropout_p, learnable_sink, None, "learnable_sink"), return_attn_probs
+    )
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, with_lse: bool) -> Result:
     extras = None
-    if softcap or dropout_p or learnable_sink is not None:
-        given = Given(softcap, dropout_p, learnable_sink, None, "learnable_sink")
+    if given.softcap or given.dropout or given.sinks is not None:
         asked, extras = asked._replace(features=given.features()), given.extras(q)
-    out, lse = attend(q, k, v, asked, extras, return_attn_probs)
-    return (out, lse, None) if return_attn_probs else out
+    out, lse = attend(q, k, v, asked, extras, with_lse)
+    return (out, lse, None) if with_lse else out
 
 
 def _refuse(**arguments: object) -> None:

@@ -39,9 +39,7 @@ def assemble(
     sizes = Sizes(shape, problem.heads_q, problem.heads_kv, *rows, cut, problem.panels, family.mask.is_full, apart)
     if max(rows) > MOST or problem.heads_q * int(facts[:, Fact.BUNDLES].max()) * len(table) > MOST:
         raise ValueError(f"{rows[0]} queries and {rows[1]} keys in a pack are more than its tables can number")
-    docs, templates_of, q_tiles, kv_tiles = _instances(
-        table, np.array(template_of), facts, (problem.heads_kv, shape.m, shape.n), len(Doc)
-    )
+    docs, templates_of, q_tiles, kv_tiles = _instances(table, np.array(template_of), facts, sizes.numbers, len(Doc))
     rounds, tickets = launch(docs, templates_of, facts[:, Fact.ROUNDS], np.concatenate([each.rounds for each in used]))
     made = Assembly(
         sizes,
@@ -67,10 +65,10 @@ def _panels(problem: Problem, held: tuple[Panel, ...] | None) -> Longs:
 
 
 @compiled
-def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-untyped-def]
+def _instances(table, template_of, facts, numbers, width):  # type: ignore[no-untyped-def]
     """The table `docs`, the template of each row, and the tables `q_tiles` and `kv_tiles`. Sequences whose panels have
     most tasks come first."""
-    heads_kv, m, n = sizes
+    m, n = numbers.m, numbers.n
     first_bundle, first_contributors = np.zeros(len(facts), np.int64), np.zeros(len(facts), np.int64)
     for t in range(1, len(facts)):
         first_bundle[t] = first_bundle[t - 1] + facts[t - 1, Fact.BUNDLES]
@@ -92,7 +90,7 @@ def _instances(table, template_of, facts, sizes, width):  # type: ignore[no-unty
         doc[Doc.Q_ROW], doc[Doc.K_ROW], doc[Doc.Q_ROWS], doc[Doc.K_ROWS] = q_row, k_row, len_q, len_k
         doc[Doc.BUNDLE], doc[Doc.BUNDLES] = first_bundle[t], facts[t, Fact.BUNDLES]
         doc[Doc.CONTRIBUTORS] = first_contributors[t]
-        doc[Doc.PANELS] = heads_kv * max(1, facts[t, Fact.SHARE])
+        doc[Doc.PANELS] = numbers.heads_kv * max(1, facts[t, Fact.SHARE])
         for row in range(0, len_q, m):
             q_tiles[q_tile, TileRows.FIRST], q_tiles[q_tile, TileRows.COUNT] = q_row + row, min(m, len_q - row)
             q_tile += 1

@@ -80,9 +80,7 @@ def check(assembly: Assembly) -> None:
     pack has only some panels of a problem, a row of k may be in no panel.
     """
     sizes, docs = assembly.sizes, assembly.docs
-    shape = sizes.shape.m, sizes.shape.n
-    heads = sizes.heads_q, sizes.heads_kv
-    fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, (*shape, *heads))
+    fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, sizes.numbers)
     if fault == Fault.NONE:
         columns = ((Doc.Q_ROW, Doc.Q_ROWS, sizes.rows_q), (Doc.K_ROW, Doc.K_ROWS, sizes.rows_k))
         for first, count, rows in columns if sizes.panels == 1 and not sizes.apart else columns[:1]:
@@ -92,7 +90,7 @@ def check(assembly: Assembly) -> None:
         if wrong is not None:
             raise AssemblyError(f"the tables of the pack are wrong: {wrong}")
         tables = assembly.bundles, assembly.chains, assembly.runs, assembly.contributors
-        fault, row = _template_fault(docs, *tables, (*shape, sizes.heads_q))
+        fault, row = _template_fault(docs, *tables, sizes.numbers)
     if fault == Fault.NONE:
         fault, row = _round_fault(assembly.rounds, docs, assembly.bundles, assembly.tickets)
     if fault != Fault.NONE:
@@ -108,9 +106,9 @@ def check(assembly: Assembly) -> None:
 
 
 @compiled
-def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-def]
+def _instance_fault(docs, q_tiles, kv_tiles, numbers):  # type: ignore[no-untyped-def]
     """The first fault of rows and tiles, and its row of `docs`."""
-    m, n, heads_q, heads_kv = sizes
+    m, n = numbers.m, numbers.n
     q_tile, kv_tile = 0, 0
     for d in range(len(docs)):
         doc = docs[d]
@@ -120,7 +118,7 @@ def _instance_fault(docs, q_tiles, kv_tiles, sizes):  # type: ignore[no-untyped-
             return Fault.IDLE, d
         if doc[Doc.Q_TILE] != q_tile or doc[Doc.KV_TILE] != kv_tile:
             return Fault.TILE_NUMBERS, d
-        if doc[Doc.PANELS] != heads_q and doc[Doc.PANELS] != heads_kv:
+        if doc[Doc.PANELS] != numbers.heads_q and doc[Doc.PANELS] != numbers.heads_kv:
             return Fault.PANELS, d
         for row in range(0, doc[Doc.Q_ROWS], m):
             if q_tile >= len(q_tiles):
@@ -180,9 +178,9 @@ def _covers(first, count, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: ignore[no-untyped-def]
+def _template_fault(docs, bundles, chains, runs, contributors, numbers):  # type: ignore[no-untyped-def]
     """The first fault of a template that does not fit its sequence, and its row of `docs`."""
-    m, n, heads_q = sizes
+    m, n = numbers.m, numbers.n
     checked = np.full(
         (len(bundles) + 1, NUM_CHECKED), -1, np.int64
     )  # by first bundle: each shape of a template is checked once
@@ -195,7 +193,7 @@ def _template_fault(docs, bundles, chains, runs, contributors, sizes):  # type: 
             return Fault.BUNDLES, d
         if first + num_q > len(contributors):
             return Fault.CONTRIBUTORS, d
-        heads = heads_q // doc[Doc.PANELS]
+        heads = numbers.heads_q // doc[Doc.PANELS]
         known = checked[begin]
         same = known[Checked.BUNDLES] == count and known[Checked.CONTRIBUTORS] == first
         same = same and known[Checked.Q_TILES] == num_q and known[Checked.KV_TILES] == num_kv

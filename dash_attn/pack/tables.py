@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from dash_attn.program.program import Int32
 from dash_attn.tiling import TileShape
@@ -114,6 +115,15 @@ class Part(IntEnum):
     K_ROWS = 1
 
 
+class Numbers(NamedTuple):
+    """Rows and columns of a tile, and heads, as compiled loops take them."""
+
+    m: int
+    n: int
+    heads_q: int
+    heads_kv: int
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Numbers of a pack that its tables do not hold.
@@ -137,6 +147,10 @@ class Sizes:
     panels: int
     all_keys: bool
     apart: bool = False
+
+    @property
+    def numbers(self) -> Numbers:
+        return Numbers(self.shape.m, self.shape.n, self.heads_q, self.heads_kv)
 
 
 @dataclass(frozen=True, eq=False)

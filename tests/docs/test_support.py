@@ -134,6 +134,7 @@ def test_every_section_of_the_promise_names_tests() -> None:
         "Order and placement",
         "What `auto` does",
         "Bits belong to the sequence",
+        "Panels",
         "Fail closed",
         "Files and caches",
     ]

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from ..barriers import NamedBarrier
-from ..cta import CONSUMER_THREADS, WARPGROUP
+from ..barriers import NAMED_BARRIER_THREADS, NamedBarrier
+from ..cta import WARPGROUP
 from ..smem_plan import Info, TaskEntry
 from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
@@ -207,7 +207,8 @@ class Consumer:
                 self.cta.bars.wait("dk_empty", 0, odd ^ 1)  # the dK of the chain before lies in the buffers until then
 
     def sync_consumers(self):
-        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=CONSUMER_THREADS)
+        threads = NAMED_BARRIER_THREADS[NamedBarrier.CONSUMERS]
+        cute.arch.barrier(barrier_id=int(NamedBarrier.CONSUMERS), number_of_threads=threads)
 
     @cute.jit
     def leave(self, name: cutlass.Constexpr, index):
@@ -272,7 +273,8 @@ class Consumer:
         thread = fresh_thread_index() % WARPGROUP
         wg = half % 2
         # All threads must have read their partial sums before the 16-bit tile overwrites them.
-        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + wg, number_of_threads=WARPGROUP)
+        threads = NAMED_BARRIER_THREADS[NamedBarrier.GROUP_0]
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + wg, number_of_threads=threads)
         out = gemms.rounded(dq)
         piece = half * pieces_per_half(cfg, 64 * 64)
         dst = gemms.store_dq.get_slice(thread).partition_D(self.cta.views.dq_out)
