@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 OLDEST_TORCH = (2, 9)
+LARGEST = 2.0**120  # a scale above it leaves the range of float32, together with a factor of the kernels
 
 asked_of_flash = variable("FLASH_ATTENTION_DETERMINISTIC")
 
@@ -67,7 +67,7 @@ class Arguments(NamedTuple):
         causal, window, cu_q, cu_k, mask, scale, policy, ordered, sm_margin, names, used_q, used_k, panels, _ = self
         plain: tuple[object, ...] = self
         if window is not None or cu_q is not None or cu_k is not None:
-            sides = (*map(side_of, window), *map(type, window)) if type(window) is tuple else (window, type(window))
+            sides = (*map(side_of, window), *map(type, window)) if isinstance(window, tuple) else (window, type(window))
             cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
             plain = (causal, sides, *cu, mask, scale, policy, ordered, sm_margin, names, panels, self.features)
         kinds = (type(causal), type(scale), type(ordered), type(sm_margin), type(panels))
@@ -110,12 +110,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     check_order(asked.policy, asked.panels)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
-    check_tensor("q", q)
-    if q.ndim not in (3, 4):
-        raise ValueError(
-            f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {asked.names[0]}; "
-            f"got shape {tuple(q.shape)}"
-        )
+    check_queries(q, asked.names[0])
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be {', '.join(DTYPES.values())}; got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
@@ -139,6 +134,15 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     _check_packing(asked, q)
 
 
+def check_queries(q: Tensor, name: str = "cu_seqlens") -> None:
+    """`q` must be a tensor with heads. `name` is the caller's name of the cu_seqlens."""
+    check_tensor("q", q)
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"q must be (batch, seqlen, heads, dim), or (tokens, heads, dim) with {name}; got shape {tuple(q.shape)}"
+        )
+
+
 def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
     """`x` must have the shape, dtype and device of `model`."""
     check_tensor(name, x)
@@ -151,15 +155,19 @@ def check_like(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
 def check_room(name: str, x: Tensor, model_name: str, model: Tensor) -> None:
     """`x` takes a result: it must be like `model`, and no two of its elements may share memory."""
     check_like(name, x, model_name, model)
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name} must have a place for every element, to be written to; got strides {x.stride()}, as expand() "
-            "makes them: give torch.empty_like(...), or leave it out"
-        )
+    end = 1  # elements from the first one to the last one, over the dimensions with smaller strides
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride < end:
+            raise ValueError(
+                f"{name} must have a place for every element, to be written to; got strides {x.stride()}, as expand() "
+                "and as_strided() make them: give torch.empty_like(...), or leave it out"
+            )
+        end += (size - 1) * stride
 
 
 def check_lse(name: str, lse: Tensor, q: Tensor) -> None:
     """`lse` must be float32, (batch, heads, seqlen) or packed (heads, tokens)."""
+    check_queries(q)
     check_tensor(name, lse)
     expected = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     if tuple(lse.shape) != expected or lse.dtype != torch.float32 or lse.device != q.device:
@@ -192,7 +200,10 @@ def mask_of(asked: Arguments) -> Mask:
     """The mask without the packed sequences."""
     mask, sides = asked.mask, asked.window
     if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a dash_attn Mask or None, got {type(mask).__name__}")
+        raise ValueError(
+            f"mask must be a dash_attn Mask or None, got {type(mask).__name__}: dash_attn.from_block_mask makes one of a "
+            "BlockMask of torch"
+        )
     check_flag("causal", asked.causal)
     band = FULL if sides is None else _window_of(sides)
     # As in FlashAttention, causal sets the right side to 0, also in place of a negative one.
@@ -269,8 +280,9 @@ def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | 
     torch.compile traces this function. The operators check the values: with a number of used rows that is out of range,
     the boundaries decrease somewhere.
     """
-    cu_q, cu_k = _row(asked.cu_q), None if asked.cu_k is asked.cu_q else _row(asked.cu_k)
-    used_q, used_k = _row(asked.used_q), _row(asked.used_k)
+    (q_name, k_name), (used_q_name, used_k_name) = asked.names, USED_NAMES
+    cu_q, cu_k = _row(q_name, asked.cu_q), None if asked.cu_k is asked.cu_q else _row(k_name, asked.cu_k)
+    used_q, used_k = _row(used_q_name, asked.used_q), _row(used_k_name, asked.used_k)
     if cu_q is None or (used_q is None and used_k is None):
         return cu_q, cu_k
     cu_k = cu_q if cu_k is None else cu_k
@@ -291,13 +303,24 @@ def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | 
     )
 
 
-def _row(given: Boundaries | None) -> Tensor | None:
-    return given if given is None or isinstance(given, Tensor) else torch.tensor(given, dtype=torch.int32)
+def _row(name: str, given: Boundaries | None) -> Tensor | None:
+    if given is None or isinstance(given, Tensor):
+        return given
+    return torch.tensor(_numbers(name, given), dtype=torch.int32, device="cpu")
 
 
 def _check_scale(scale: Any) -> None:
-    if scale is not None and (isinstance(scale, str) or not math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number or None, got {scale!r}")
+    if isinstance(scale, Tensor):
+        raise ValueError(
+            "scale is a tensor, which would get no gradient: give a number, as float(scale) does, or leave scale out "
+            "and multiply q by it"
+        )
+    if scale is None:
+        return
+    is_number = isinstance(scale, int | float | np.floating | np.integer) and not isinstance(scale, bool)
+    # A comparison, which torch.compile traces for a number that it does not know. It is false for NaN.
+    if not is_number or not abs(scale if isinstance(scale, int) else float(scale)) <= LARGEST:
+        raise ValueError(f"scale must be a finite number from -2**120 to 2**120, or None; got {scale!r}")
 
 
 def _check_packing(asked: Arguments, q: Tensor) -> None:
@@ -315,6 +338,7 @@ def _check_packing(asked: Arguments, q: Tensor) -> None:
             raise ValueError(f"{name} was given without {q_name}")
     for name, cu in ((q_name, cu_q), (k_name, cu_k), *used):
         if isinstance(cu, Tensor):
+            check_tensor(name, cu)
             if cu.ndim != 1 or cu.dtype != torch.int32:
                 raise ValueError(f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}")
             if cu.device not in (q.device, torch.device("cpu")):
@@ -333,10 +357,11 @@ def _checked(name: str, given: Boundaries, tokens: int) -> tuple[int, ...]:
 def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
     if isinstance(given, Tensor):
         return read(given)
-    numbers = tuple(given) if isinstance(given, Iterable) else (None,)
-    if not all(isinstance(x, SupportsIndex) for x in numbers):
-        raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
-    return tuple(index(x) for x in numbers)
+    try:
+        return tuple([index(x) for x in given])
+    except (TypeError, RuntimeError) as error:
+        said = f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}"
+        raise ValueError(said) from error
 
 
 def check_tensor(name: str, x: object) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dash_attn.api import ops
 from dash_attn.api.arguments import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from dash_attn.program import Program
 
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
+BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
 
 class Attention(torch.autograd.Function):
@@ -49,6 +51,7 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
+        refuse_batched(dout)
         q, k, v, out, lse = ctx.saved_tensors
         operands = Operands(dout, q, k, v, out, lse)
         if torch.is_grad_enabled():  # create_graph=True
@@ -78,6 +81,7 @@ class FeaturedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None, None
+        refuse_batched(dout, dlse)
         q, k, v, out, lse, sinks, seed = ctx.saved_tensors
         operands = Operands(torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse)
         extras = None if sinks is None and seed is None and dlse is None else Extras(sinks, seed, dlse)
@@ -287,11 +291,11 @@ def attention(
                    has a gradient
     """
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    if softcap or dropout or sinks is not None:
-        given = Given(softcap, dropout, sinks, seed)
-        out, lse = attend(q, k, v, asked._replace(features=given.features()), given.extras(q), return_lse)
-    else:
+    given = Given(softcap, dropout, sinks, seed)
+    if given.is_plain:
         out, lse = attend(q, k, v, asked, None, return_lse)
+    else:
+        out, lse = attend(q, k, v, asked._replace(features=given.features()), given.extras(q), return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -313,20 +317,48 @@ def attend(
     )
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
-    if _is_watched(q, k, v) or not (sinks is None or type(sinks) in PLAIN):
+    if is_watched(q, k, v) or not (sinks is None or type(sinks) in PLAIN):
         return _traced((q, k, v), (None, None), extras, plain_of(prepared.problem.mask, asked, with_lse))
     if not needs_grad:
+        refuse_tangents(q, k, v, sinks)
         return prepared.forward(q, k, v, extras)
     if extras is None and not with_lse:
         return _apply(q, k, v, prepared)
     return _apply_featured(q, k, v, prepared, sinks, None if extras is None else extras.seed)
 
 
-def _is_watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether somebody looks at operators: a tensor subclass, a dispatch mode or a transform of torch.func."""
-    if type(q) not in PLAIN or type(k) not in PLAIN or type(v) not in PLAIN:
-        return True
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active())
+def is_watched(*tensors: Tensor) -> bool:
+    """Whether somebody looks at operators: a tensor subclass or a dispatch mode. torch.func may not."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "dash_attn has no rule for the transforms of torch.func (grad, vmap, jvp, ...): use torch.autograd, and "
+            "put a batch into the first dimension of q, k and v"
+        )
+    for x in tensors:
+        if type(x) not in PLAIN:
+            return True
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Under autograd torch itself refuses a function without a forward-mode derivative."""
+    if forward_ad._current_level < 0:
+        return
+    for x in tensors:
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(
+                "dash_attn has no forward-mode derivative: use torch.autograd.backward, or torch.nn.functional."
+                "scaled_dot_product_attention under torch.nn.attention.SDPBackend.MATH"
+            )
+
+
+def refuse_batched(*grads: Tensor | None) -> None:
+    """torch.autograd gives a batch of gradients as one tensor that only some operators understand."""
+    if any(x is not None and torch._C._dispatch_keys(x).has(BATCHED) for x in grads):
+        raise NotImplementedError(
+            "dash_attn has no rule for a batch of gradients (is_grads_batched=True, or vectorize=True): call the "
+            "backward once for each gradient"
+        )
 
 
 def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:

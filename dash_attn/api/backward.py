@@ -7,16 +7,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dash_attn.api import ops
 from dash_attn.api.arguments import (
     FLASH_NAMES,
     Arguments,
     Window,
+    check_arguments,
     check_like,
     check_lse,
     check_room,
+    mask_of,
     problem_of,
+    traced_boundaries,
     wants_determinism,
 )
+from dash_attn.api.attention import is_watched, plain_of, refuse_tangents
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed
@@ -71,8 +76,7 @@ def backward(
     The other arguments are as in `attention`. cu_seqlens on a GPU makes the host wait for the GPU.
     """
 
-    def checked() -> Prepared:
-        problem = problem_of(q, k, v, asked)
+    def check() -> None:
         model, said = q, "q"
         if v.shape[-1] != q.shape[-1]:
             model, said = q[..., :1].expand(*q.shape[:-1], v.shape[-1]), "q with the head dim of v"
@@ -82,20 +86,30 @@ def backward(
         for name, given, model_name, model in (("dq", dq, "q", q), ("dk", dk, "k", k), ("dv", dv, "v", v)):
             if given is not None:
                 check_room(name, given, model_name, model)
+
+    def checked() -> Prepared:
+        problem = problem_of(q, k, v, asked)
+        check()
         return prepare(problem, policy, Options(wants_determinism(deterministic), sm_margin), q.device)
 
     sides = (cu_seqlens_q, cu_seqlens_k)
     plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
     asked, extras = Arguments(*plain, panels=panels), None
-    if softcap or dropout or sinks is not None:
+    features = Given(softcap, dropout, sinks, seed)
+    if not features.is_plain:
+        asked = asked._replace(features=features.features())
         if dropout and seed is None:
             raise ValueError(f"dropout is {dropout} and seed is None: give the seed of the forward")
-        features = Given(softcap, dropout, sinks, seed)
-        asked, extras = asked._replace(features=features.features()), features.extras(q)
+        extras = features.extras(q)
     if dlse is not None:
         check_lse("dlse", dlse, q)
         extras = (extras or Extras())._replace(dlse=dlse)
     operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
+    if torch.compiler.is_compiling() or is_watched(*operands):
+        check_arguments(q, k, v, asked)
+        check()
+        return _traced(operands, asked, extras or Extras(), (*given, dsinks))
+    refuse_tangents(*operands)
     try:
         rooms = tuple([None if x is None else (traits(x), x.stride()) for x in given])
         key = ("backward", *map(traits, operands), rooms, asked.key())
@@ -108,15 +122,34 @@ def backward(
     # Addresses are no part of the key, so every call with tensors for the results is checked.
     named = zip((*Gradients._fields, "dsinks"), (*given, dsinks), strict=True)
     inputs = [*operands._asdict().items(), ("sinks", sinks), ("dlse", dlse)]
-    refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (named, inputs)))
     if dsinks is not None:
         if extras is None or extras.sinks is None:
             raise ValueError("dsinks was given without sinks: give the sinks of the forward")
         check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
         extras = extras._replace(dsinks=torch.empty_like(dsinks, memory_format=torch.contiguous_format))
+    refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (named, inputs)))
     models = zip(given, (q, k, v), strict=True)
     into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
-    grads = prepared.backward(operands, Gradients(*into), extras)
-    if dsinks is not None and extras is not None and extras.dsinks is not None:
-        dsinks.copy_(extras.dsinks)
+    with torch.no_grad():  # a tensor that needs a gradient takes results too
+        grads = prepared.backward(operands, Gradients(*into), extras)
+        if dsinks is not None and extras is not None and extras.dsinks is not None:
+            dsinks.copy_(extras.dsinks)
     return grads
+
+
+def _traced(operands: Operands, asked: Arguments, extras: Extras, rooms: tuple[Tensor | None, ...]) -> Gradients:
+    """The same through the operator, for everything that looks at operators."""
+    packed, cu = operands.q.ndim == 3, traced_boundaries(asked, operands.q.device)
+    posed, order, softcap, dropout, _ = plain_of(mask_of(asked), asked, True)
+    dlse = extras.dlse.unsqueeze(0) if packed and extras.dlse is not None else extras.dlse
+    around = (posed.rows, extras.sinks, extras.seed, softcap, dropout, dlse)
+    given = [x.unsqueeze(0) if packed else x for x in operands]
+    grads = list(ops.backward(*given, *cu, *posed[:-1], *order, *around))
+    if packed:
+        grads[:3] = [x.squeeze(0) for x in grads[:3]]
+    for i, room in enumerate(rooms):
+        if room is not None:
+            with torch.no_grad():
+                room.copy_(grads[i])
+            grads[i] = room
+    return Gradients(*grads[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,10 +38,10 @@ def traits(x: Tensor) -> tuple[object, ...]:
 
 
 def values_of(x: Boundaries | None) -> object:
-    """The values of cu_seqlens or seqused, for a key. A tensor is read again only after it has changed."""
+    """The values of cu_seqlens or seqused, for a key."""
     if isinstance(x, Tensor):
         return x.device, x.dtype, read(x) if x.ndim == 1 else x.shape
-    return x if x is None else (tuple(x), frozenset(map(type, x)))
+    return x if x is None else (tuple(map(index, x)), frozenset(map(type, x)))
 
 
 def side_of(x: object) -> object:
@@ -50,9 +51,14 @@ def side_of(x: object) -> object:
     return x
 
 
+def is_remembered(x: Tensor) -> bool:
+    """Not a tensor on the CPU: its memory may change without torch's knowledge. Inference tensors count no versions."""
+    return x.is_cuda and not x.is_inference()
+
+
 def read(x: Tensor) -> tuple[int, ...]:
-    """The values of a tensor. The first reading of a tensor on a GPU waits for the GPU."""
-    if x.is_inference():  # it has no version counter
+    """The values of a tensor. Reading from a GPU waits for it, so such a tensor is read again only after a change."""
+    if not is_remembered(x):
         return tuple(x.flatten().tolist())
     kept = _values.get(id(x))
     if kept is not None and kept[0]() is x and kept[1] == x._version:

@@ -6,10 +6,11 @@ import hashlib
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window
-from dash_attn.api.attention import prepared_for
+from dash_attn.api.attention import autocast, prepared_for
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given
 from dash_attn.kept import grown
@@ -77,8 +78,16 @@ def explain(
 ) -> Explanation:
     """Explain a call of `attention` with the same arguments, without the seed. It computes the plan alone."""
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    if softcap or dropout or sinks is not None:
-        given = Given(softcap, dropout, sinks, seed=0)
+    given = Given(softcap, dropout, sinks, seed=0)
+    if torch.compiler.is_compiling():  # a plan is no part of a graph
+        said: Explanation = torch._dynamo.disable(_explained)(q, k, v, asked, given)  # type: ignore[no-untyped-call]
+        return said
+    return _explained(q, k, v, asked, given)
+
+
+def _explained(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given) -> Explanation:
+    q, k, v = autocast(q, k, v)
+    if not given.is_plain:
         given.extras(q)  # checks the sinks
         asked = asked._replace(features=given.features())
     return explanation(prepared_for(q, k, v, asked))

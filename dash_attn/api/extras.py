@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import DTYPES, check_tensor
+from dash_attn.api.arguments import DTYPES, check_queries, check_tensor
 from dash_attn.backends import Extras
 from dash_attn.backends.dropout import SEEDS
 from dash_attn.problem import Features
@@ -25,20 +26,26 @@ class Given(NamedTuple):
     seed: Seed | None
     name: str = "sinks"
 
+    @property
+    def is_plain(self) -> bool:
+        """Neither softcap nor dropout nor sinks. What is no number is not plain: `features` refuses it."""
+        return self.sinks is None and _is_off(self.softcap) and _is_off(self.dropout)
+
     def features(self) -> Features:
         """The features of the problem, apart from the head dim of v."""
         numbers: dict[str, object] = {"softcap": self.softcap, "dropout": self.dropout}
         for name, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
                 raise ValueError(f"{name} must be a number, got {number!r}")
-        return Features(float(self.softcap or 0), self.sinks is not None, float(self.dropout or 0))
+        softcap, dropout = (min(x or 0, sys.float_info.max) for x in (self.softcap, self.dropout))  # also of large ints
+        return Features(float(softcap), self.sinks is not None, float(dropout))
 
     def extras(self, q: Tensor) -> Extras:
         """The checked tensors. Without a seed, dropout draws one."""
         sinks = self.sinks
         if sinks is not None:
             check_tensor(self.name, sinks)
-            check_tensor("q", q)
+            check_queries(q)
             if tuple(sinks.shape) != (q.shape[-2],) or sinks.dtype not in DTYPES or sinks.device != q.device:
                 raise ValueError(
                     f"{self.name} must have one number for each of the {q.shape[-2]} heads of q, "
@@ -48,6 +55,10 @@ class Given(NamedTuple):
             sinks = sinks.to(torch.float32)
         seed = (drawn_seed() if self.seed is None else seed_of(self.seed)) if self.dropout else None
         return Extras(sinks, seed)
+
+
+def _is_off(number: float | None) -> bool:
+    return number is None or (isinstance(number, int | float) and not number)
 
 
 def drawn_seed() -> Tensor:

@@ -166,7 +166,7 @@ def flash_attn_varlen_func(
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, with_lse: bool) -> Result:
     extras = None
-    if given.softcap or given.dropout or given.sinks is not None:
+    if not given.is_plain:
         asked, extras = asked._replace(features=given.features()), given.extras(q)
     out, lse = attend(q, k, v, asked, extras, with_lse)
     return (out, lse, None) if with_lse else out

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+SMALLEST, LARGEST = 2.0**-100, 2.0**100  # of softcap: its products with other factors stay in the range of float32
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,10 @@ class Features:
     dim_v: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.softcap < math.inf:
-            raise ValueError(f"softcap must be a finite number above 0, or 0 for none; got {self.softcap}")
+        if self.softcap and not SMALLEST <= self.softcap <= LARGEST:
+            raise ValueError(
+                f"softcap must be a finite number above 0, from 2**-100 to 2**100, or 0 for none; got {self.softcap}"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
         if self.dim_v is not None and self.dim_v < 1:

@@ -157,6 +157,7 @@ def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -
     cu = torch.tensor([0, 13, LENGTH], dtype=torch.int32)
     read = []
     monkeypatch.setattr(calls, "_values", {})
+    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
     for _ in range(3):
         dash_attn.attention(q, k, v, causal=True, cu_seqlens=cu).sum().backward()
         read.append(dict(counts))
@@ -167,6 +168,7 @@ def test_a_packed_call_poses_its_problem_once(monkeypatch: pytest.MonkeyPatch) -
 def test_boundaries_are_read_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is known by identity and version: what changes it, or another tensor, is read again."""
     reads: list[int] = []
+    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (reads.append(id(x)), original(x))[1])
     cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)

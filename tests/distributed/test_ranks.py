@@ -162,7 +162,7 @@ WRONG: list[tuple[list[dict[str, Any]], str]] = [
     ),
     ([{"sinks": torch.zeros(3)}, *[{}] * 3], "sinks must have one number for each of the 4 heads of q"),
     ([{}, {}, {"scale": 0.5}, {}], "scale is None on ranks 0, 1, 3, 0.5 on rank 2"),
-    ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number or None, got 'no'"),
+    ([{}, {"scale": "no"}, {}, {}], "scale must be a finite number from -2**120 to 2**120, or None; got 'no'"),
     ([{"rows": 3}, *[{}] * 3], "q has [3, 12, 12, 12] tokens on the ranks"),
     ([{"panels": 8}] * 3 + [{"panels": 16}], "panels and layout"),
 ]
