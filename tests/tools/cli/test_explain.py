@@ -15,11 +15,15 @@ from dash_attn.tools.cli.main import main
 
 
 def run(capsys, *arguments):
+    out, err, code = called(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
+def called(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 0, err
-    return out
+    return *capsys.readouterr(), stop.value.code
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +76,15 @@ def test_documents_are_explained_together(capsys, backend):
         for name in ("tasks", "chains", "fingerprint", "policy", "workers"):
             assert row[name] == said[name]
         assert said["tickets"] > 0 and said["critical_path"]
+
+
+@pytest.mark.parametrize("backend", ["sm90", "cpu"])
+def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend):
+    sizes = ["--heads", 2, "--seqlen", 2724, "--mask", "causal-documents:300,24,2400", "--backend", backend]
+    needed = json.loads(run(capsys, "explain", *sizes, "--json"))["co_resident"]
+    out, err, code = called(capsys, "explain", *sizes, "--workers", needed - 1)
+    assert (out, code) == ("", 2) and f"needs {needed} co-resident workers, {needed - 1} are there" in err
+    assert called(capsys, "explain", *sizes, "--workers", needed)[2] == 0
 
 
 @pytest.mark.parametrize("dim", [64, 128])
