@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from dash_attn.launch import compose
-from dash_attn.order import POLICIES, applicable
+from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Pack
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.simulate import Machine, Model, Paper, Tickets
@@ -216,8 +216,7 @@ class Workload:
 def policies_of(pack: Pack) -> list[str]:
     """The policies that can order every document of a pack, and look at nothing beyond a document."""
     orders = [applicable(tile(alone, pack.shape_of(alone))) for alone in pack.problem.distinct.values()]
-    alone = [name for name, rule in POLICIES.items() if not rule.looks_at_batch]
-    return [name for name in alone if all(name in order for order in orders)]
+    return [name for name in POLICIES if not looks_at_batch(name) and all(name in order for order in orders)]
 
 
 def check_dtype(given: str | None) -> str | None:
