@@ -54,6 +54,15 @@ def test_tracing_without_a_gpu_says_what_to_do(capsys, monkeypatch):
     assert code == 2 and "Hopper GPU" in err and "dash-attn trace --save" in err
 
 
+def test_a_trace_takes_a_file_or_a_problem(capsys, tmp_path):
+    save_trace(synthetic(program_of("causal"), 12, TRACED), tmp_path / "events.npz")
+    problem = ["--seqlen", 99, "--heads", 16, "--policy", "nothing"]  # 16 is the default
+    code, out, err = run(capsys, "trace", tmp_path / "events.npz", *problem)
+    assert (code, out) == (2, "") and "--seqlen, --heads, --policy beside" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "trace", "--backend", "cpu")
+    assert code == 2 and "No such option: --backend" in err
+
+
 def test_files_that_hold_something_else_exit_1_with_one_line(capsys, tmp_path):
     broken = tmp_path / "broken.npz"
     for content in (b"not a file of ours", b"", b"PK\x03\x04 cut off", b"[1, 2]", b"\xff\xfe"):
