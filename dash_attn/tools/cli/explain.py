@@ -52,11 +52,11 @@ def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict
     """The fields of `dash_attn.explain`, the size of the program, and on Hopper the model's time."""
     from dash_attn.api.explain import explanation
     from dash_attn.backends import Options
-    from dash_attn.prepare import Prepared
+    from dash_attn.prepare import prepare
     from dash_attn.tools.cli.absent import UNKNOWN
 
     problem, backend = options.problem(), backend_named(options.backend)
-    prepared = Prepared(problem, policy, Options(), backend)
+    prepared = prepare(problem, policy, Options(), backend)
     said = explanation(prepared)
     if UNKNOWN in (said.forward, said.software):
         said = replace(said, identity=UNKNOWN)

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import dash_attn
+from dash_attn.backends import Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import Pack
 from dash_attn.plan import plan
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.tools.cli.absent import AbsentSm90
 from dash_attn.tools.cli.main import main
 
 
@@ -97,6 +100,13 @@ def test_on_the_cpu_it_says_what_the_function_says(capsys, dim):
         assert said[name] == getattr(expected, name), name
     assert said["tile"] == str(CpuBackend().tile_shape(Problem(2, 4, 2, 700, 700, dim, "float32", mask=CAUSAL)))
     assert "makespan_us" not in said  # the machine model is one of a GPU
+
+
+def test_a_backend_stands_for_a_device_that_is_not_here():
+    problem, backend = Problem(1, 4, 2, 700, 700, mask=CAUSAL), AbsentSm90()
+    prepared = prepare(problem, "auto", Options(), backend)
+    assert prepare(problem, "auto", Options(), backend) is prepared and prepared.backend is backend
+    assert prepared.plan is plan(problem, backend.tile_shape(problem), "auto")
 
 
 def test_what_only_the_gpu_knows_is_unknown(capsys):
