@@ -55,7 +55,7 @@ class OutputOptions:
             viz.perfetto(result, self.perfetto)
 
 
-@command("simulate", mask="full")
+@command("simulate")
 def simulate_command(
     problem: ProblemOptions,
     tiles: TileOptions,

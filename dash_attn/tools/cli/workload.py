@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 BACKENDS = {"sm90": "bfloat16", "cpu": "float32"}  # name and the dtype that it runs unless another is given
 TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
 SMS = 132  # of an H100 or H200
-ORDERS = (
-    f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders each query head "
-    "by itself, auto@group all query heads of a key/value head together"
+POLICY = (
+    f"the order: auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders "
+    "each query head by itself, auto@group all query heads of a key/value head together"
 )
 
 # How a file that --save writes is used.
 RUN = "dash_attn.attention(q, k, v, policy=dash_attn.load(FILE)) runs it"
 
 # What the options for a problem mean, in every command.
+MASK = "full or causal"
 SEQLEN = "tokens of a sequence"
 BATCH = "sequences"
 HEADS = "query heads"
-KV_HEADS = "key/value heads [default: as many as --heads, unless a number follows]"
+KV_HEADS = "key/value heads [default: as many as --heads]"
 HEAD_DIM = "size of a head"
 DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
 DTYPES = ("bfloat16", "float16", "float32")
+SEVERAL = "; several with commas"
 
-PolicyOption = Annotated[str, Option("--policy", help=f"the order: {ORDERS}")]
-PoliciesOption = Annotated[
-    str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: all that apply]")
-]
+PolicyOption = Annotated[str, Option("--policy", help=POLICY)]
+PoliciesOption = Annotated[str | None, Option("--policy", help=f"{POLICY}{SEVERAL} [default: all that apply]")]
 WorkersOption = Annotated[
     int | None,
     Option(
@@ -58,7 +58,8 @@ class ProblemOptions:
     """A real problem, and the backend whose kernel would run it."""
 
     mask: Annotated[
-        str, Option("--mask", help="full, causal, documents:LENGTH,... or causal-documents:LENGTH,..., in tokens")
+        str,
+        Option("--mask", help=f"{MASK}; or, in tokens, documents:LENGTH,... or causal-documents:LENGTH,..."),
     ] = "causal"
     window: Annotated[
         str | None,
