@@ -40,6 +40,8 @@ KV_HEADS = "key/value heads [default: as many as --heads]"
 HEAD_DIM = "size of a head"
 DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
 DTYPES = ("bfloat16", "float16", "float32")
+COMPUTE = "time of a task's compute"
+REDUCE = "time of a task's reduction"
 SEVERAL = "; several with commas"
 
 PolicyOption = Annotated[str, Option("--policy", help=POLICY)]
@@ -120,8 +122,8 @@ class ModelOptions:
     model: Annotated[
         str, Option("--model", help="paper, machine (a Hopper SM), or h200 (fitted to one, for --head-dim)")
     ] = "paper"
-    compute: Annotated[float | None, Option("--compute", help="time of a task's compute [default: the model's]")] = None
-    reduce: Annotated[float | None, Option("--reduce", help="time of a task's reduction [default: the model's]")] = None
+    compute: Annotated[float | None, Option("--compute", help=f"{COMPUTE} [default: the model's]")] = None
+    reduce: Annotated[float | None, Option("--reduce", help=f"{REDUCE} [default: the model's]")] = None
 
     def value(self, h200: Machine) -> Model:
         """The named model, with its compute and reduce times replaced where given."""
@@ -131,8 +133,7 @@ class ModelOptions:
         base = models[self.model]
         compute = base.compute if self.compute is None else self.compute
         reduce = base.reduce if self.reduce is None else self.reduce
-        if compute <= 0 or reduce < 0:
-            raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
+        check_times(compute, reduce)
         return replace(base, compute=compute, reduce=reduce)
 
 
@@ -229,6 +230,11 @@ def check_dtype(given: str | None) -> str | None:
 def check_workers(given: int | None) -> None:
     if given is not None and given < 1:
         raise ValueError(f"--workers must be at least 1, got {given}")
+
+
+def check_times(compute: float, reduce: float) -> None:
+    if compute <= 0 or reduce < 0:
+        raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
 
 
 def backend_named(name: str) -> Backend:

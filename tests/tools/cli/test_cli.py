@@ -161,6 +161,7 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--backend", "tpu"], "--backend"),
         (["simulate", "--dtype", "int8"], "--dtype"),
         (["search", "--compute", "0"], "--compute"),
+        (["search", "--exact", "--q-tiles", "2", "--reduce", "0.5"], "whole units"),
         (["compare", "--policy", "fa3,best"], "best"),
         (["plot", "--format", "gif", "x.json"], "--format"),
         (["explain", "--head-dim", "256"], "head dim 256"),
@@ -231,6 +232,13 @@ def test_compare_takes_documents(capsys, tmp_path):
     assert cut["busy"] > whole["busy"], "dK and dV of cut chains are added up"
     code, _, err = run(capsys, "compare", *sizes, "--policy", "level")
     assert code == 2 and "a pack does not take" in err
+
+
+def test_search_takes_the_times_that_compare_takes(capsys):
+    times = ["--q-tiles", 4, "--heads", 2, "--compute", 1, "--reduce", 0.5, "--json"]
+    (_, searched, _), (_, compared, _) = (run(capsys, name, *times) for name in ("search", "compare"))
+    makespans = [{row["policy"]: row["makespan"] for row in json.loads(out)} for out in (searched, compared)]
+    assert makespans[0] == makespans[1] and makespans[0]["fa3"] % 1 == 0.5
 
 
 def test_search_exact_certifies_an_optimum(capsys, tmp_path):

@@ -56,10 +56,12 @@ def test_no_help_text_is_cut(name: str, capsys: pytest.CaptureFixture[str], monk
 
 def test_a_word_means_the_same_in_every_command() -> None:
     """Commands that take an option of the same name take it from one definition. A command says its own default, how
-    to give several, and that it takes documents too."""
+    to give several, that it takes documents too, and that the exact solver needs whole numbers."""
     shared = {"mask", "window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend", "policy"}
-    shared |= {"workers", "model", "q_tiles", "kv_tiles"}
-    more = re.compile(r"(; several with commas|; or, in tokens, documents:.*)?( \[default: .*\])?$")
+    shared |= {"workers", "model", "q_tiles", "kv_tiles", "compute", "reduce"}
+    more = re.compile(
+        r"(; several with commas|; with --exact a whole number|; or, in tokens, documents:.*)?( \[default: .*\])?$"
+    )
     seen: dict[str, set[tuple[Any, ...]]] = {}
     for _, option in options():
         if option.name in shared:
