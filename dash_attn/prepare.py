@@ -150,9 +150,12 @@ def _alert() -> None:
 
 
 @kept(growing=lambda prepared: prepared)
-def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device) -> Prepared:
-    """Make the problem ready for tensors on the device `like`. Equal arguments give the same object."""
-    return Prepared(problem, policy, options, backend_for(like))
+def prepare(problem: Problem, policy: str | Program, options: Options, like: torch.device | Backend) -> Prepared:
+    """Make the problem ready for tensors on the device `like`. Equal arguments give the same object.
+
+    A backend takes the place of a device that is not here.
+    """
+    return Prepared(problem, policy, options, backend_for(like) if isinstance(like, torch.device) else like)
 
 
 @kept(growing=lambda held: held.pack)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dash_attn.order import POLICIES, parse
+from dash_attn.order import POLICIES, parse, require_alone
 from dash_attn.prepare import prepare
 from dash_attn.program import Program
 
@@ -22,9 +22,5 @@ def check_panels(panels: int, policy: str | Program) -> None:
     """The panels must be a number, and the policy must order each of them by itself."""
     if isinstance(panels, bool) or not isinstance(panels, int) or panels < 1:
         raise ValueError(f"panels must be a whole number from 1, got {panels!r}")
-    named = None if isinstance(policy, Program) else POLICIES.get(parse(policy).policy)
-    if panels > 1 and named is not None and named.looks_at_batch:
-        raise ValueError(
-            f"panels={panels} orders each panel by itself, and policy {policy!r} looks at the whole batch: choose "
-            "another policy, or leave panels at 1"
-        )
+    if panels > 1 and not isinstance(policy, Program):
+        require_alone(policy, f"panels={panels}")

@@ -1,6 +1,18 @@
 """The order: which q tile each chain visits at each step, and the turn of each visit. The order fixes the bits."""
 
-from dash_attn.order.policies import AUTO_WIDTH, POLICIES, Policy, applicable, arrange, choose, cuts, parse, resolve
+from dash_attn.order.policies import (
+    AUTO_WIDTH,
+    POLICIES,
+    Policy,
+    applicable,
+    arrange,
+    choose,
+    cuts,
+    looks_at_batch,
+    parse,
+    require_alone,
+    resolve,
+)
 from dash_attn.order.types import Choice, Order, Rounds, Template
 
 __all__ = [
@@ -15,6 +27,8 @@ __all__ = [
     "arrange",
     "choose",
     "cuts",
+    "looks_at_batch",
     "parse",
+    "require_alone",
     "resolve",
 ]

@@ -46,11 +46,6 @@ class Policy:
     windowed: bool = False
     last: Callable[[Tiling, int], Built] | None = None
 
-    @property
-    def looks_at_batch(self) -> bool:
-        """Whether the order of a sequence changes with its batch. `auto` takes no such policy."""
-        return self.last is not None
-
 
 def _is_banded(tiling: Tiling) -> bool:
     """Some tile is empty, or would be at another tile size: the mask is causal or has a window."""
@@ -298,6 +293,21 @@ def parse(text: str) -> Choice:
     if colon and not width.isdigit():
         raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
     return Choice(name, int(width) if width else None, panels or None)
+
+
+def looks_at_batch(policy: str) -> bool:
+    """Whether the order of a sequence changes with its batch. `auto` takes no such policy."""
+    rule = POLICIES.get(parse(policy).policy)
+    return rule is not None and rule.last is not None
+
+
+def require_alone(policy: str, taker: str = "a pack") -> None:
+    """ValueError if the policy cannot order a panel by itself. `taker` orders its panels one by one."""
+    if looks_at_batch(policy):
+        raise ValueError(
+            f"policy {policy!r} orders the last heads of a batch in another way, which {taker} does not take: choose "
+            "another policy"
+        )
 
 
 def resolve(tiling: Tiling, policy: str | Choice) -> Choice:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from dash_attn.kept import Kept
-from dash_attn.order import POLICIES, parse
+from dash_attn.order import require_alone
 from dash_attn.pack.rounds import awaited, rounds_of
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
@@ -148,12 +148,7 @@ class Templates:
     def _make(self, code: int) -> Template:
         family, problem = self._family, self._family.problem(code)
         if problem.len_q and problem.len_k:
-            named = POLICIES.get(parse(family.policy).policy)
-            if named is not None and named.looks_at_batch:
-                raise ValueError(
-                    f"policy {family.policy!r} orders the last heads of a batch in another way, which a pack does not "
-                    "take: choose another policy"
-                )
+            require_alone(family.policy)
             planned = plan(problem, family.shape, family.policy)
             return Template.of(planned.program)
         return Template.idle(-(-problem.len_q // family.shape.m))

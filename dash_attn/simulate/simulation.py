@@ -13,7 +13,7 @@ from dash_attn.program.replay import FINISHED, Floats, Total
 from dash_attn.simulate.models import Model, Paper
 from dash_attn.simulate.tickets import Tickets
 from dash_attn.timeline import TaskNames, Timeline, events
-from dash_attn.verify import TooFewWorkers, verify
+from dash_attn.verify import require_workers, verify
 
 Work = Program | Tickets
 
@@ -122,8 +122,7 @@ def simulate(
 
 
 def _draw(tickets: Tickets, workers: int, model: Model, record: bool) -> Simulation:
-    if workers < max(1, tickets.co_resident):
-        raise TooFewWorkers(tickets.policy, max(1, tickets.co_resident), workers)
+    require_workers(tickets.policy, tickets.co_resident, workers)
     outcome = play(tickets.board, tickets.bundles, model.costs(), resident=workers, record=record)
     if outcome.status != FINISHED:
         raise AssertionError("enough workers draw tickets, and all of them wait for ever")

@@ -10,7 +10,7 @@ from dash_attn.launch import place
 from dash_attn.program import Chain, Program, Replay, Run, Sequences, Task, play
 from dash_attn.program.program import CHAIN_NAME, END_OF_CHAIN, Longs
 from dash_attn.program.replay import STUCK, Standing
-from dash_attn.verify.errors import TooFewWorkers, VerifyError, require
+from dash_attn.verify.errors import VerifyError, require, require_workers
 from dash_attn.verify.panels import check_panel, panels
 from dash_attn.verify.tables import check_tables, tile_states
 from dash_attn.verify.waits import rounds_of, waits
@@ -29,9 +29,8 @@ class Verified:
     rounds: Longs | None
 
     def on(self, workers: int) -> Placed:
-        """Place the program on `workers` co-resident workers. Only this function decides whether they are enough."""
-        if workers < max(1, self.co_resident):
-            raise TooFewWorkers(self.program.policy, max(1, self.co_resident), workers)
+        """Place the program on `workers` co-resident workers. If they are too few, TooFewWorkers says so."""
+        require_workers(self.program.policy, self.co_resident, workers)
         return Placed(self.program, self.co_resident, place(self.program, workers, self.rounds))
 
     def placed(self, placement: Sequences) -> Placed:

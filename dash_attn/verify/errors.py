@@ -26,6 +26,13 @@ class TooFewWorkers(VerifyError):
         self.needed, self.workers = needed, workers
 
 
+def require_workers(policy: str, co_resident: int, workers: int) -> None:
+    """TooFewWorkers if there are fewer than `co_resident` workers, or none. Only this function decides it."""
+    needed = max(1, co_resident)
+    if workers < needed:
+        raise TooFewWorkers(policy, needed, workers)
+
+
 def require(holds: bool | np.bool_, otherwise: str) -> None:
     if not holds:
         raise VerifyError(otherwise)

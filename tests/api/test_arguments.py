@@ -74,7 +74,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(panels=0), ["panels must be a whole number from 1", "got 0"]),
     (call(panels=2.0), ["panels must be a whole number from 1", "got 2.0"]),
     (call(panels=True), ["panels must be a whole number from 1", "got True"]),
-    (call(panels=2, policy="level"), ["panels=2", "policy 'level'", "choose another policy"]),
+    (call(panels=2, policy="level"), ["policy 'level' orders the last heads", "panels=2", "choose another policy"]),
     (call(panels=2, mask=tiles([[True]], 8, 8)), ["panels is 2", "mask has tiles", "leave panels at 1"]),
     (call(panels=2, mask=PREFIX), ["panels is 2", "mask has intervals row by row", "leave panels at 1"]),
     (call(mask=intervals([0], [1])), ["intervals of the mask are for 1 queries, not 8"]),

@@ -14,6 +14,8 @@ import pytest
 import dash_attn
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MAKE = r"(?:^ *|`)make ([a-z-]+)(?:`| *$| +#)"  # a command on a line of its own, or in backticks
 # Absolute paths of one particular machine: whoever reads them has another.
 MACHINE_PATH = re.compile(r"(?<![\w.~<>$)}\]-])/(?:root|home|Users|work|workspace|mnt|opt)/\w")
 
@@ -35,12 +37,6 @@ def project_files() -> list[Path]:
         text=True,
     )
     return sorted({ROOT / name for name in listing.stdout.split("\0") if name and (ROOT / name).is_file()})
-
-
-def test_readme_names_the_two_commands() -> None:
-    readme = text("README.md")
-    assert "make demo" in readme
-    assert "make test" in readme
 
 
 def test_version_is_the_same_everywhere() -> None:
@@ -66,8 +62,11 @@ def test_ci_runs_the_tests() -> None:
 
 
 def test_makefile_targets() -> None:
-    makefile = text("Makefile")
-    for target in ("demo", "test", "lint", "types", "env", "gpu-test", "clean"):
+    """The usual ones, and all that a page tells its reader to make."""
+    makefile, pages = text("Makefile"), ["README.md", "CONTRIBUTING.md", *(f"docs/{x.name}" for x in DOCS)]
+    named = {name for page in pages for name in re.findall(MAKE, text(page), re.MULTILINE)}
+    assert named
+    for target in named | {"demo", "test", "lint", "types", "env", "gpu-test", "clean"}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 

@@ -113,6 +113,10 @@ COMMAND = ["simulate", "--seqlen", "8192", "--heads", "32", "--kv-heads", "8", "
         (["--policy", "spt"], "--ranks, --mode and --layout go with the options of a problem"),
         (["--mode", "ring"], "--mode 'ring': choose from a2a, all_gather, a2a+all_gather"),
         (["--layout", "striped"], "--layout 'striped': choose from zigzag, contiguous"),
+        (["--backend", "cpu"], "--ranks --backend cpu: the prediction is for Hopper GPUs"),
+        (["--backend", "tpu"], "--backend 'tpu': choose from sm90, cpu"),
+        (["--dtype", "float32"], "float32: on GPUs dash_attn takes bfloat16 and float16"),
+        (["--head-dim", "256"], "head dim 256"),
         (["--mode", "a2a+all_gather", "--ranks", "2"], "can share 8 key/value heads"),
     ],
 )

@@ -17,7 +17,9 @@ from dash_attn.order import (
     Order,
     applicable,
     arrange,
+    looks_at_batch,
     parse,
+    require_alone,
 )
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, tiles, window
 from dash_attn.simulate import Paper, simulate
@@ -260,6 +262,16 @@ def test_level_is_spt_and_in_the_last_heads_descending() -> None:
     assert order.template_of.tolist() == order.block_of.tolist() == [0, 0, 0, 1, 1]
     assert verify(compose(tiling, "level")).co_resident == 1
     assert len(arrange(square(4, CAUSAL), "level").templates) == 1, "a lone head is the last one"
+
+
+def test_only_level_looks_at_the_batch() -> None:
+    assert [name for name in (*POLICIES, "auto", "shift:8@head", "level@head", "unknown") if looks_at_batch(name)] == [
+        "level",
+        "level@head",
+    ]
+    require_alone("auto@group")
+    with pytest.raises(ValueError, match=r"policy 'level@head' orders the last heads .* which panels=2 does not take"):
+        require_alone("level@head", "panels=2")
 
 
 @pytest.mark.parametrize(("tiles", "heads", "last"), [(128, 32, 2), (64, 32, 4), (100, 32, 2), (256, 8, 1), (64, 4, 2)])

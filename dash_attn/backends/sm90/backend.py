@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -14,7 +16,7 @@ from dash_attn.pack import Assembly, Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem
 from dash_attn.tiling import TileShape
-from dash_attn.verify import TooFewWorkers
+from dash_attn.verify import TooFewWorkers, require_workers
 
 from . import forwards
 from .config import DTYPE_OF, HEAD_DIMS, KernelConfig, select
@@ -96,11 +98,9 @@ def _panel_bytes(problem: Problem, summed: bool) -> int:
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:
     """The kernel of a plan, with its tables on the device."""
-    problem, workers = plan.problem, resident_workers(device) - options.sm_margin
-    try:
+    problem = plan.problem
+    with _workers_left(options, device) as workers:
         placed = placement(plan, workers)
-    except TooFewWorkers as error:
-        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
     cfg = replace(config_of(problem, options), cut=plan.program.geometry.share > 1)
     rows = problem.mask.intervals(problem.len_q, problem.len_k) if cfg.mask == "interval" else ()
     tables = DeviceTables.of(plan.program, placed, rows, device)
@@ -122,14 +122,23 @@ def _held_launch(pack: Pack, options: Options, device: torch.device) -> tuple[La
 
 
 def assembled_launch(pack: Pack, made: Assembly, options: Options, device: torch.device) -> Launch:
-    problem, workers = pack.problem, resident_workers(device) - options.sm_margin
-    if made.co_resident > workers:
-        missing = TooFewWorkers(pack.policy, made.co_resident, workers)
-        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {missing}")
+    problem = pack.problem
+    with _workers_left(options, device) as workers:
+        require_workers(pack.policy, made.co_resident, workers)
     sides = problem.mask.left, problem.mask.right
     cfg = replace(config_of(problem, options), cut=made.sizes.cut, packed=True)
     tables = PackedTables.of(made, workers, sides, device)
     return Launch(cfg, tables, problem.softmax_scale, problem.features.softcap)
+
+
+@contextmanager
+def _workers_left(options: Options, device: torch.device) -> Iterator[int]:
+    """The workers that `sm_margin` leaves. If they are too few inside the block, the error names `sm_margin`."""
+    workers = resident_workers(device) - options.sm_margin
+    try:
+        yield workers
+    except TooFewWorkers as error:
+        raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
 
 
 @lru_cache(None)

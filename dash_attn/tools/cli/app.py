@@ -30,10 +30,12 @@ class FileProblem(Exception):
     """A file that cannot be read or does not hold what it should: exit status 1."""
 
 
-def command(name: str, *, settings: dict[str, Any] | None = None, **defaults: object) -> Callable[[Command], Command]:
+def command(
+    name: str, *, settings: dict[str, Any] | None = None, without: Sequence[str] = (), **defaults: object
+) -> Callable[[Command], Command]:
     """Add a command. A parameter whose type is a dataclass stands for one option a field, so that commands share the
-    definition of their options. `defaults` replaces the default of an option for this command. `settings` are those of
-    typer's context."""
+    definition of their options. `defaults` replaces the default of an option for this command. The command has no
+    options for the fields `without`: these fields keep their defaults. `settings` are those of typer's context."""
 
     def register(function: Command) -> Command:
         hints = get_type_hints(function, include_extras=True)
@@ -41,14 +43,16 @@ def command(name: str, *, settings: dict[str, Any] | None = None, **defaults: ob
         options: list[Parameter] = []
         for parameter in signature(function).parameters.values():
             if parameter.name in groups:
-                options += _options(groups[parameter.name])
+                options += [option for option in _options(groups[parameter.name]) if option.name not in without]
             else:
                 options.append(_option(parameter.name, hints[parameter.name], parameter.default))
         assert defaults.keys() <= {option.name for option in options}, f"{name} has no option for some of {defaults}"
 
         def call(**given: Any) -> None:
             for group, kind in groups.items():
-                given[group] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+                given[group] = kind(
+                    **{field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
+                )
             function(**given)
 
         chosen = [option.replace(default=defaults.get(option.name, option.default)) for option in options]
@@ -74,6 +78,16 @@ def _option(name: str, hint: Any, default: Any) -> Parameter:
 
 def _default(field: Field[Any]) -> Any:
     return Parameter.empty if field.default is MISSING else field.default
+
+
+def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
+    """The options of these names that the command line gives, also where it gives their defaults."""
+    sources = {
+        option.opts[0]: context.get_parameter_source(option.name or "")
+        for option in context.command.params
+        if option.name in names
+    }
+    return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def emit(value: Any) -> None:

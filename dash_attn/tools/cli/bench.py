@@ -15,7 +15,7 @@ from dash_attn.order import POLICIES, parse
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.cli.app import Json, command, earlier_value, emit, wrote
 from dash_attn.tools.cli.shapes import ShapeOptions
-from dash_attn.tools.cli.workload import ORDERS, parse_names
+from dash_attn.tools.cli.workload import POLICY, SEVERAL, parse_names
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +39,7 @@ class SuiteOptions:
         str | None,
         Option("--peers", help="all, none, or names separated by commas: fa4,fa4_det [default: the suite's]"),
     ] = None
-    policy: Annotated[
-        str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: the suite's]")
-    ] = None
+    policy: Annotated[str | None, Option("--policy", help=f"{POLICY}{SEVERAL} [default: the suite's]")] = None
     unordered: Annotated[
         bool | None, Option("--any/--no-any", help="run ours without an order too, as the control")
     ] = None

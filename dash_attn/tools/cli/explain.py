@@ -17,6 +17,7 @@ from dash_attn.tools.cli.workload import (
     check_workers,
     h200_of,
 )
+from dash_attn.verify import require_workers
 
 DRAWN_TASKS = 20_000  # of a program whose critical path is looked for: the graph has a node a phase
 
@@ -51,21 +52,20 @@ def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict
     """The fields of `dash_attn.explain`, the size of the program, and on Hopper the model's time."""
     from dash_attn.api.explain import explanation
     from dash_attn.backends import Options
-    from dash_attn.prepare import Prepared
+    from dash_attn.prepare import prepare
     from dash_attn.tools.cli.absent import UNKNOWN
 
     problem, backend = options.problem(), backend_named(options.backend)
-    prepared = Prepared(problem, policy, Options(), backend)
+    prepared = prepare(problem, policy, Options(), backend)
     said = explanation(prepared)
     if UNKNOWN in (said.forward, said.software):
         said = replace(said, identity=UNKNOWN)
     planned, count = prepared.plan, workers or said.workers
     facts = asdict(said) | {"workers": count}
-    if isinstance(planned, Pack):
-        if count < planned.co_resident:
-            raise ValueError(f"--workers {count}: the orders of these documents need {planned.co_resident}")
-        if backend.name != "sm90":  # the CPU runs the documents one after the other, without tickets
-            return facts
+    if isinstance(planned, Pack) and backend.name != "sm90":
+        # The CPU runs the documents one after the other, without tickets.
+        require_workers(said.policy, said.co_resident, count)
+        return facts
     work = Tickets.of(planned) if isinstance(planned, Pack) else planned.verified
     result, _ = simulated(work, count, h200_of(problem) if backend.name == "sm90" else Paper(), record=False)
     program, board = result.program, result.board

@@ -16,22 +16,30 @@ from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
 from dash_attn.tools.cli.app import Json, command, emit, wrote
 from dash_attn.tools.cli.tables import Row, console, policy_rows, policy_table, simulation_row, working
-from dash_attn.tools.cli.workload import RUN, ProblemOptions, TileOptions, WorkersOption, Workload
+from dash_attn.tools.cli.workload import (
+    COMPUTE,
+    REDUCE,
+    RUN,
+    ProblemOptions,
+    TileOptions,
+    WorkersOption,
+    Workload,
+    check_times,
+)
 from dash_attn.verify import verify
 
 
 @dataclass(frozen=True)
 class SolverOptions:
-    """The paper's model in whole numbers, as the exact solver takes it, and how long to solve."""
+    """The times of the paper's model: whole numbers by default, which the exact solver needs. And how long to solve."""
 
-    compute: Annotated[int, Option("--compute", help="time of a task's compute, a whole number")] = 4
-    reduce: Annotated[int, Option("--reduce", help="time of a task's reduction, a whole number")] = 1
+    compute: Annotated[float, Option("--compute", help=f"{COMPUTE}; with --exact a whole number")] = 4
+    reduce: Annotated[float, Option("--reduce", help=f"{REDUCE}; with --exact a whole number")] = 1
     exact: Annotated[bool, Option("--exact", help="prove the optimum of a small problem")] = False
     seconds: Annotated[float, Option("--seconds", help="time limit of --exact")] = 30.0
 
     def model(self) -> Paper:
-        if self.compute < 1 or self.reduce < 0:
-            raise ValueError(f"--compute must be positive and --reduce not negative, got {self.compute}, {self.reduce}")
+        check_times(self.compute, self.reduce)
         return Paper(self.compute, self.reduce)
 
 

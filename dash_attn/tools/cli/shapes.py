@@ -15,7 +15,9 @@ from dash_attn.tools.cli.workload import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
+    MASK,
     SEQLEN,
+    SEVERAL,
     check_dtype,
     parse_mask,
     parse_names,
@@ -26,12 +28,12 @@ from dash_attn.tools.cli.workload import (
 class ShapeOptions:
     """Lengths, head dims and masks in every combination."""
 
-    mask: Annotated[str | None, Option("--mask", help="full or causal; both with a comma [default: both]")] = None
-    seqlen: Annotated[str | None, Option("--seqlen", help=f"{SEQLEN}; several with commas")] = None
+    mask: Annotated[str | None, Option("--mask", help=f"{MASK}{SEVERAL} [default: both]")] = None
+    seqlen: Annotated[str | None, Option("--seqlen", help=f"{SEQLEN}{SEVERAL}")] = None
     batch: Annotated[int | None, Option("--batch", help=BATCH)] = None
     heads: Annotated[int | None, Option("--heads", help=HEADS)] = None
     kv_heads: Annotated[int | None, Option("--kv-heads", help=KV_HEADS)] = None
-    head_dim: Annotated[str | None, Option("--head-dim", help=f"{HEAD_DIM}; several with commas")] = None
+    head_dim: Annotated[str | None, Option("--head-dim", help=f"{HEAD_DIM}{SEVERAL}")] = None
     dtype: Annotated[str | None, Option("--dtype", help=DTYPE)] = None
 
     def given(self) -> list[str]:

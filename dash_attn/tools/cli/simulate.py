@@ -55,7 +55,7 @@ class OutputOptions:
             viz.perfetto(result, self.perfetto)
 
 
-@command("simulate", mask="full")
+@command("simulate")
 def simulate_command(
     problem: ProblemOptions,
     tiles: TileOptions,
@@ -94,7 +94,12 @@ def simulate_command(
 
 
 def on_ranks(problem: ProblemOptions, ranks: RankOptions, as_json: bool) -> None:
+    from dash_attn.backends.sm90.backend import config_of  # torch takes seconds to import
+
     whole = problem.problem()
+    if problem.backend != "sm90":
+        raise ValueError(f"--ranks --backend {problem.backend}: the prediction is for Hopper GPUs: leave --backend out")
+    config_of(whole)  # a problem that GPUs refuse has no time there
     with working("predicting"):
         rows = ranks.predicted(whole)
     if as_json:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.table import Table
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from dash_attn.tools.cli.app import Json, command, emit, reading, wrote
+from dash_attn.tools.cli.app import Json, command, emit, given_options, reading, wrote
 from dash_attn.tools.cli.tables import console, working
 from dash_attn.tools.cli.workload import PolicyOption, ProblemOptions
 
@@ -41,8 +41,10 @@ class TraceFiles:
             perfetto(traced.charts, self.perfetto)
 
 
-@command("trace", seqlen=4096, heads=16, batch=4)
+# A traced problem runs on this machine's GPU, so there is no backend to choose.
+@command("trace", without=["backend"], seqlen=4096, heads=16, batch=4)
 def trace_command(
+    context: Context,
     problem: ProblemOptions,
     out: TraceFiles,
     file: Annotated[
@@ -52,7 +54,7 @@ def trace_command(
     as_json: Json = False,
 ) -> None:
     """Show what the GPU did: every task of one backward in time, SM by SM, with stalls and bubbles summed."""
-    trace = traced_here(problem, policy) if file is None else read(file)
+    trace = traced_here(problem, policy) if file is None else read(file, context)
     out.keep(trace)  # first of all: a GPU is not always at hand again
 
     from dash_attn.tools.viz.traced import Traced
@@ -67,9 +69,14 @@ def trace_command(
     wrote(astuple(out))
 
 
-def read(file: Path) -> Trace:
+def read(file: Path, context: Context) -> Trace:
     from dash_attn.tools.trace.record import load_trace
 
+    names = [field.name for field in fields(ProblemOptions)]
+    if given := given_options(context, [*names, "policy"]):
+        raise ValueError(
+            f"{', '.join(given)} beside {file}: the file says which problem and order ran: give one of them"
+        )
     with reading([file]):
         return load_trace(file)
 

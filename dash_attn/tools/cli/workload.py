@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from dash_attn.launch import compose
-from dash_attn.order import POLICIES, applicable
+from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Pack
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.simulate import Machine, Model, Paper, Tickets
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
 BACKENDS = {"sm90": "bfloat16", "cpu": "float32"}  # name and the dtype that it runs unless another is given
 TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
 SMS = 132  # of an H100 or H200
-ORDERS = (
-    f"auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders each query head "
-    "by itself, auto@group all query heads of a key/value head together"
+POLICY = (
+    f"the order: auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders "
+    "each query head by itself, auto@group all query heads of a key/value head together"
 )
 
 # How a file that --save writes is used.
 RUN = "dash_attn.attention(q, k, v, policy=dash_attn.load(FILE)) runs it"
 
 # What the options for a problem mean, in every command.
+MASK = "full or causal"
 SEQLEN = "tokens of a sequence"
 BATCH = "sequences"
 HEADS = "query heads"
-KV_HEADS = "key/value heads [default: as many as --heads, unless a number follows]"
+KV_HEADS = "key/value heads [default: as many as --heads]"
 HEAD_DIM = "size of a head"
 DTYPE = "bfloat16, float16 or float32 [default: bfloat16, on the cpu float32]"
 DTYPES = ("bfloat16", "float16", "float32")
+COMPUTE = "time of a task's compute"
+REDUCE = "time of a task's reduction"
+SEVERAL = "; several with commas"
 
-PolicyOption = Annotated[str, Option("--policy", help=f"the order: {ORDERS}")]
-PoliciesOption = Annotated[
-    str | None, Option("--policy", help=f"orders, separated by commas: {ORDERS} [default: all that apply]")
-]
+PolicyOption = Annotated[str, Option("--policy", help=POLICY)]
+PoliciesOption = Annotated[str | None, Option("--policy", help=f"{POLICY}{SEVERAL} [default: all that apply]")]
 WorkersOption = Annotated[
     int | None,
     Option(
@@ -58,7 +60,8 @@ class ProblemOptions:
     """A real problem, and the backend whose kernel would run it."""
 
     mask: Annotated[
-        str, Option("--mask", help="full, causal, documents:LENGTH,... or causal-documents:LENGTH,..., in tokens")
+        str,
+        Option("--mask", help=f"{MASK}; or, in tokens, documents:LENGTH,... or causal-documents:LENGTH,..."),
     ] = "causal"
     window: Annotated[
         str | None,
@@ -119,8 +122,8 @@ class ModelOptions:
     model: Annotated[
         str, Option("--model", help="paper, machine (a Hopper SM), or h200 (fitted to one, for --head-dim)")
     ] = "paper"
-    compute: Annotated[float | None, Option("--compute", help="time of a task's compute [default: the model's]")] = None
-    reduce: Annotated[float | None, Option("--reduce", help="time of a task's reduction [default: the model's]")] = None
+    compute: Annotated[float | None, Option("--compute", help=f"{COMPUTE} [default: the model's]")] = None
+    reduce: Annotated[float | None, Option("--reduce", help=f"{REDUCE} [default: the model's]")] = None
 
     def value(self, h200: Machine) -> Model:
         """The named model, with its compute and reduce times replaced where given."""
@@ -130,8 +133,7 @@ class ModelOptions:
         base = models[self.model]
         compute = base.compute if self.compute is None else self.compute
         reduce = base.reduce if self.reduce is None else self.reduce
-        if compute <= 0 or reduce < 0:
-            raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
+        check_times(compute, reduce)
         return replace(base, compute=compute, reduce=reduce)
 
 
@@ -216,8 +218,7 @@ class Workload:
 def policies_of(pack: Pack) -> list[str]:
     """The policies that can order every document of a pack, and look at nothing beyond a document."""
     orders = [applicable(tile(alone, pack.shape_of(alone))) for alone in pack.problem.distinct.values()]
-    alone = [name for name, rule in POLICIES.items() if not rule.looks_at_batch]
-    return [name for name in alone if all(name in order for order in orders)]
+    return [name for name in POLICIES if not looks_at_batch(name) and all(name in order for order in orders)]
 
 
 def check_dtype(given: str | None) -> str | None:
@@ -229,6 +230,11 @@ def check_dtype(given: str | None) -> str | None:
 def check_workers(given: int | None) -> None:
     if given is not None and given < 1:
         raise ValueError(f"--workers must be at least 1, got {given}")
+
+
+def check_times(compute: float, reduce: float) -> None:
+    if compute <= 0 or reduce < 0:
+        raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
 
 
 def backend_named(name: str) -> Backend:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dash_attn.backends.sm90.config import KernelConfig, select
 from dash_attn.launch import compose
 from dash_attn.lazily import cached_property
-from dash_attn.order import POLICIES, parse
+from dash_attn.order import POLICIES, looks_at_batch
 from dash_attn.order.policies import choose
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import play
@@ -288,13 +288,7 @@ class CellReport:
     def auto_loss(self) -> float | None:
         """How far the policy that `auto` takes is behind the best that it may take; None if it was not measured."""
         mine = [us for policy, us, _ in self.policies if policy == self.auto]
-        return mine[0] / min(us for policy, us, _ in self.policies if may_be_auto(policy)) - 1 if mine else None
-
-
-def may_be_auto(policy: str) -> bool:
-    """Whether the policy orders a sequence alike in every batch, as `auto` must."""
-    known = POLICIES.get(parse(policy).policy)
-    return known is None or not known.looks_at_batch
+        return mine[0] / min(us for policy, us, _ in self.policies if not looks_at_batch(policy)) - 1 if mine else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90.backend import resident_workers
 from dash_attn.backends.sm90.packed import PackedBackward, rows_of
 from dash_attn.backends.sm90.workspace import Workspace
-from dash_attn.order import POLICIES, applicable
+from dash_attn.order import applicable, looks_at_batch
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
 from dash_attn.tiling import tile
@@ -35,7 +35,7 @@ def policies(problem: Problem) -> list[str]:
     """Those that apply to a problem."""
     alone = problem.alone(max(problem.sequences, key=lambda sequence: sequence.len_k))
     names = applicable(tile(alone, prepared(problem).backend.tile_shape(problem)))
-    return [name for name in names if not (problem.is_packed and POLICIES[name].looks_at_batch)]
+    return [name for name in names if not (problem.is_packed and looks_at_batch(name))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from dash_attn.distributed.routes import Routes
 from dash_attn.distributed.stages import stages_of, trips
 from dash_attn.distributed.tokens import Tokens
 from dash_attn.pack import Doc, Pack, assemble
-from dash_attn.prepare import Prepared
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Features, Panel, Problem, documents, window
 from dash_attn.tiling import TileShape
 
@@ -317,7 +317,7 @@ def test_features_are_refused(features: Features, says: str) -> None:
     problem, sm90 = replace(PROBLEMS["causal"], features=features), backend.Sm90Backend(CPU)
     with pytest.raises(NotImplementedError, match=says):
         sm90.held(Pack(problem, lambda _: TileShape(64, 128)), Options())
-    whole = Prepared(problem, "auto", Options(), sm90)
+    whole = prepare(problem, "auto", Options(), sm90)
     for axis in (Axis("", (0, 1), 0, 2), Axis("", (0,), 0, 2)):  # ranks that share tokens, and ranks that do not
         with pytest.raises(NotImplementedError, match=says) as caught:
             Tokens(whole, axis, Layout("zigzag", axis.size, 8)).require_panels()

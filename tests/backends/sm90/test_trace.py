@@ -38,6 +38,11 @@ def planned(policy: str = "auto@group") -> Plan:
     return plan(PROBLEM, backend.Sm90Backend(CPU).tile_shape(PROBLEM), policy)
 
 
+def two_documents() -> Pack:
+    problem = Problem(1, 4, 2, 1000, 1000, 128, mask=documents([0, 300, 1000], causal=True))
+    return Pack(problem, backend.Sm90Backend(CPU).tile_shape, "auto")
+
+
 def tensors() -> tuple[Operands, Gradients]:
     q, k = (torch.zeros(1, 1000, heads, 128, dtype=torch.bfloat16) for heads in (4, 2))
     return Operands(q, q, k, k, q, torch.zeros(1, 4, 1000)), Gradients(*(torch.empty_like(x) for x in (q, k, k)))
@@ -60,9 +65,7 @@ def test_the_buffer_has_a_row_for_every_entry(given: list[Any], policy: str, end
 
 
 def test_a_worker_of_a_pack_may_draw_all_tickets(given: list[Any]) -> None:
-    cu = [0, 300, 1000]
-    problem = Problem(1, 4, 2, 1000, 1000, 128, mask=documents(cu, causal=True))
-    pack = Pack(problem, backend.Sm90Backend(CPU).tile_shape, "auto")
+    pack = two_documents()
     tracing = backend.pack_launch_of(pack, Options(kernel=TRACE), CPU)
     operands, into = tensors()
     rows = Operands(*[x.squeeze(0) for x in operands])
@@ -83,5 +86,7 @@ def test_builds_are_not_mixed_up(given: list[Any]) -> None:
 
 
 def test_too_large_a_margin_is_named(given: list[Any]) -> None:
-    with pytest.raises(ValueError, match="sm_margin=7 leaves 0 SMs"):
+    with pytest.raises(ValueError, match="sm_margin=7 leaves 0 SMs: this order needs"):
         backend.launch_of(planned(), Options(sm_margin=7), CPU)
+    with pytest.raises(ValueError, match="sm_margin=7 leaves 0 SMs: this order needs"):
+        backend.pack_launch_of(two_documents(), Options(sm_margin=7), CPU)

@@ -54,6 +54,15 @@ def test_tracing_without_a_gpu_says_what_to_do(capsys, monkeypatch):
     assert code == 2 and "Hopper GPU" in err and "dash-attn trace --save" in err
 
 
+def test_a_trace_takes_a_file_or_a_problem(capsys, tmp_path):
+    save_trace(synthetic(program_of("causal"), 12, TRACED), tmp_path / "events.npz")
+    problem = ["--seqlen", 99, "--heads", 16, "--policy", "nothing"]  # 16 is the default
+    code, out, err = run(capsys, "trace", tmp_path / "events.npz", *problem)
+    assert (code, out) == (2, "") and "--seqlen, --heads, --policy beside" in err and err.count("\n") == 1
+    code, _, err = run(capsys, "trace", "--backend", "cpu")
+    assert code == 2 and "No such option: --backend" in err
+
+
 def test_files_that_hold_something_else_exit_1_with_one_line(capsys, tmp_path):
     broken = tmp_path / "broken.npz"
     for content in (b"not a file of ours", b"", b"PK\x03\x04 cut off", b"[1, 2]", b"\xff\xfe"):
@@ -140,9 +149,9 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--mask", "documents:3,4", "--save", "unwritten.npz"], "one for each length"),
         (["search", "--mask", "documents:3,4"], "this command takes one"),
         (["simulate", "--policy", "best"], "best"),
-        (["simulate", "--policy", "shift", "--mask", "causal"], "symmetric_shift"),
-        (["simulate", "--policy", "symmetric_shift"], "causal"),
-        (["simulate", "--policy", "shift", "--workers", "4"], "needs 8"),
+        (["simulate", "--policy", "shift"], "symmetric_shift"),
+        (["simulate", "--policy", "symmetric_shift", "--mask", "full"], "causal"),
+        (["simulate", "--policy", "shift", "--mask", "full", "--workers", "4"], "needs 8"),
         (["simulate", "--policy", "fa3:4"], "width"),
         (["simulate", "--policy", "shift:x"], "width"),
         (["simulate", "--model", "other"], "--model"),
@@ -152,6 +161,7 @@ def test_fingerprint_does_not_depend_on_workers_or_model(capsys):
         (["simulate", "--backend", "tpu"], "--backend"),
         (["simulate", "--dtype", "int8"], "--dtype"),
         (["search", "--compute", "0"], "--compute"),
+        (["search", "--exact", "--q-tiles", "2", "--reduce", "0.5"], "whole units"),
         (["compare", "--policy", "fa3,best"], "best"),
         (["plot", "--format", "gif", "x.json"], "--format"),
         (["explain", "--head-dim", "256"], "head dim 256"),
@@ -222,6 +232,13 @@ def test_compare_takes_documents(capsys, tmp_path):
     assert cut["busy"] > whole["busy"], "dK and dV of cut chains are added up"
     code, _, err = run(capsys, "compare", *sizes, "--policy", "level")
     assert code == 2 and "a pack does not take" in err
+
+
+def test_search_takes_the_times_that_compare_takes(capsys):
+    times = ["--q-tiles", 4, "--heads", 2, "--compute", 1, "--reduce", 0.5, "--json"]
+    (_, searched, _), (_, compared, _) = (run(capsys, name, *times) for name in ("search", "compare"))
+    makespans = [{row["policy"]: row["makespan"] for row in json.loads(out)} for out in (searched, compared)]
+    assert makespans[0] == makespans[1] and makespans[0]["fa3"] % 1 == 0.5
 
 
 def test_search_exact_certifies_an_optimum(capsys, tmp_path):

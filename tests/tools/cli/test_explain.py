@@ -6,20 +6,27 @@ import pytest
 import torch
 
 import dash_attn
+from dash_attn.backends import Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import Pack
 from dash_attn.plan import plan
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.tools.cli.absent import AbsentSm90
 from dash_attn.tools.cli.main import main
 
 
 def run(capsys, *arguments):
+    out, err, code = called(capsys, *arguments)
+    assert code == 0, err
+    return out
+
+
+def called(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in arguments])
-    out, err = capsys.readouterr()
-    assert stop.value.code == 0, err
-    return out
+    return *capsys.readouterr(), stop.value.code
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +81,15 @@ def test_documents_are_explained_together(capsys, backend):
         assert said["tickets"] > 0 and said["critical_path"]
 
 
+@pytest.mark.parametrize("backend", ["sm90", "cpu"])
+def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend):
+    sizes = ["--heads", 2, "--seqlen", 2724, "--mask", "causal-documents:300,24,2400", "--backend", backend]
+    needed = json.loads(run(capsys, "explain", *sizes, "--json"))["co_resident"]
+    out, err, code = called(capsys, "explain", *sizes, "--workers", needed - 1)
+    assert (out, code) == ("", 2) and f"needs {needed} co-resident workers, {needed - 1} are there" in err
+    assert called(capsys, "explain", *sizes, "--workers", needed)[2] == 0
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_on_the_cpu_it_says_what_the_function_says(capsys, dim):
     q, k = torch.zeros(2, 700, 4, dim), torch.zeros(2, 700, 2, dim)
@@ -84,6 +100,13 @@ def test_on_the_cpu_it_says_what_the_function_says(capsys, dim):
         assert said[name] == getattr(expected, name), name
     assert said["tile"] == str(CpuBackend().tile_shape(Problem(2, 4, 2, 700, 700, dim, "float32", mask=CAUSAL)))
     assert "makespan_us" not in said  # the machine model is one of a GPU
+
+
+def test_a_backend_stands_for_a_device_that_is_not_here():
+    problem, backend = Problem(1, 4, 2, 700, 700, mask=CAUSAL), AbsentSm90()
+    prepared = prepare(problem, "auto", Options(), backend)
+    assert prepare(problem, "auto", Options(), backend) is prepared and prepared.backend is backend
+    assert prepared.plan is plan(problem, backend.tile_shape(problem), "auto")
 
 
 def test_what_only_the_gpu_knows_is_unknown(capsys):

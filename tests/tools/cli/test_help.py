@@ -55,16 +55,24 @@ def test_no_help_text_is_cut(name: str, capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_word_means_the_same_in_every_command() -> None:
-    """Commands that take an option of the same name take it from one definition. A command that runs several shapes
-    at once says how to give several."""
-    shared = ("window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend", "workers", "model")
+    """Commands that take an option of the same name take it from one definition. A command says its own default, how
+    to give several, that it takes documents too, and that the exact solver needs whole numbers."""
+    shared = {"mask", "window", "seqlen", "batch", "heads", "kv_heads", "head_dim", "dtype", "backend", "policy"}
+    shared |= {"workers", "model", "q_tiles", "kv_tiles", "compute", "reduce"}
+    more = re.compile(
+        r"(; several with commas|; with --exact a whole number|; or, in tokens, documents:.*)?( \[default: .*\])?$"
+    )
     seen: dict[str, set[tuple[Any, ...]]] = {}
-    for name, option in options():
-        if option.name in (*shared, "q_tiles", "kv_tiles") and (name, option.name) != ("verify", "workers"):
-            meaning = option.help.removesuffix("; several with commas")
-            seen.setdefault(option.name, set()).add((tuple(option.opts), meaning))
-    assert seen.keys() >= set(shared)
+    for _, option in options():
+        if option.name in shared:
+            seen.setdefault(option.name, set()).add((tuple(option.opts), more.sub("", option.help)))
+    assert seen.keys() == shared
     assert all(len(meanings) == 1 for meanings in seen.values()), seen
+
+
+def test_commands_for_one_problem_have_the_same_mask_and_policy_by_default() -> None:
+    one = [option for _, option in options() if option.name in ("mask", "policy") and "several" not in option.help]
+    assert {(option.name, option.default) for option in one} == {("mask", "causal"), ("policy", "auto")}
 
 
 def test_every_suite_is_named() -> None:
