@@ -201,8 +201,8 @@ def mask_of(asked: Arguments) -> Mask:
     mask, sides = asked.mask, asked.window
     if mask is not None and not isinstance(mask, Mask):
         raise ValueError(
-            f"mask must be a dash_attn Mask or None, got {type(mask).__name__}: dash_attn.from_block_mask makes one of a "
-            "BlockMask of torch"
+            f"mask must be a dash_attn Mask or None, got {type(mask).__name__}: dash_attn.from_block_mask makes one "
+            "of a BlockMask of torch"
         )
     check_flag("causal", asked.causal)
     band = FULL if sides is None else _window_of(sides)
