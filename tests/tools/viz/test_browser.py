@@ -219,7 +219,7 @@ def test_a_phone_shows_wide_tables_in_boxes_that_scroll(browser: Browser, page: 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of some of the committed results."""
-    files = [RESULTS / f"{suite}_h200.json" for suite in ("grid", "block", "deviation", "../audit")]
+    files = [RESULTS / f"{suite}_h200.json" for suite in ("grid", "grid_close", "block", "deviation", "../audit")]
     return evidence(files, tmp_path_factory.mktemp("measured") / "page.html")
 
 
