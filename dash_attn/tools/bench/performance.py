@@ -127,7 +127,7 @@ def _tflops(row: Row, name: str) -> str:
 def orders(results: Results) -> TableText:
     """How much faster the default of the grid is than every other variant: mean, least and most of a mask."""
     rows = results["grid"]["rows"]
-    names = dict.fromkeys(_family(row, name) for row in rows for name in row["us"] if name != default_of(row))
+    names = dict.fromkeys(_family(name) for row in rows for name in row["us"] if name != default_of(row))
     lines = []
     for family in names:
         cells = []
@@ -137,7 +137,7 @@ def orders(results: Results) -> TableText:
                 for row in rows
                 if row["shape"]["mask"] == mask
                 for name in row["us"]
-                if name != default_of(row) and _family(row, name) == family and (x := speed(row, name)) is not None
+                if name != default_of(row) and _family(name) == family and (x := speed(row, name)) is not None
             ]
             spread = (
                 f"{times(geometric_mean(ratios))} ({times(min(ratios))} to {times(max(ratios))})" if ratios else "-"
@@ -147,7 +147,7 @@ def orders(results: Results) -> TableText:
     return ["default of `grid` against", "full mask", "causal mask"], lines
 
 
-def _family(row: Row, name: str) -> str:
+def _family(name: str) -> str:
     if name.startswith("any"):
         return "ours without an order"
     return f"`{name}`" if is_ours(name) else name
