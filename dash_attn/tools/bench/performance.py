@@ -10,9 +10,10 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dash_attn.tools.bench.headline import HEADER, headline
 from dash_attn.tools.bench.report import (
     BASELINE,
     Result,
@@ -35,8 +36,6 @@ from dash_attn.tools.bench.suites import SUITES
 
 Results = Mapping[str, Result]  # by suite
 MARKED = re.compile(r"<!-- table: (\w+) -->\n(?:\|.*\n)*")
-FEATURED = ("softcap", "sinks")  # how the names of the cases begin that are no models
-LONG = 8192  # tokens from which a single sequence counts as long
 
 
 def filled(text: str, results: Results) -> str:
@@ -50,41 +49,12 @@ def read_results(folder: Path) -> dict[str, Result]:
     return {result["suite"]: result for result in files if "suite" in result}
 
 
-def headline(results: Results) -> TableText:
-    """Geometric mean and worst case beside FlashAttention-4, over cases whose gradients it computes correctly."""
-    length = results["length"]["rows"]
-    short, long = ([row for row in length if (row["shape"]["len_q"] >= LONG) == far] for far in (False, True))
-    few = results["few"]["rows"]
-    last = [row for row in few if row["shape"]["len_q"] < row["shape"]["len_k"]]
-    square = [row for row in few if row not in last]
-    featured = [row for row in results["models"]["rows"] if row["cell"].startswith(FEATURED)]
-    models = [row for row in results["models"]["rows"] if row not in featured]
-    groups: list[tuple[str, list[Row], str]] = [
-        (
-            f"the paper's grid ({len(results['grid_close']['rows'])} shapes)",
-            results["grid_close"]["rows"],
-            "grid_close",
-        ),
-        ("models", models, "models"),
-        (f"softcap and sinks ({len(featured)} shapes)", featured, "models"),
-        ("long sequences (one of 8k to 128k tokens)", long, "length"),
-        ("one short sequence (1k to 4k tokens)", short, "length"),
-        (f"few key/value heads ({len(square)} shapes)", square, "few"),
-        (f"queries after many keys ({len(last)} shapes)", last, "few"),
-        (f"packed documents ({len(results['packed']['rows'])} packs)", results["packed"]["rows"], "packed"),
-        ("training steps with a new packing", results["step"]["rows"], "step"),
+def beside_fa4(results: Results) -> TableText:
+    """Geometric mean and worst case beside FlashAttention-4."""
+    lines = [
+        [*group.line, f"[{group.suite}](../benchmarks/results/{group.suite}_h200.json)"] for group in headline(results)
     ]
-    lines = []
-    for name, rows, suite in groups:
-        cells = [text for peer in (BASELINE, "fa4") for text in _mean_and_worst(rows, peer)]
-        lines.append([name, *cells, f"[{suite}](../benchmarks/results/{suite}_h200.json)"])
-    peers = ("FlashAttention-4 det", "FlashAttention-4 non-det")
-    return ["", *(f"{what} vs {peer}" for peer in peers for what in ("geomean", "worst")), "file"], lines
-
-
-def _mean_and_worst(rows: Sequence[Row], peer: str) -> list[str]:
-    ratios = [x for row in rows if peer not in row["failed"] and (x := speed(row, peer)) is not None]
-    return [times(geometric_mean(ratios)), times(min(ratios))]
+    return [*HEADER, "file"], lines
 
 
 def grid(results: Results) -> TableText:
@@ -157,7 +127,7 @@ def _tflops(row: Row, name: str) -> str:
 def orders(results: Results) -> TableText:
     """How much faster the default of the grid is than every other variant: mean, least and most of a mask."""
     rows = results["grid"]["rows"]
-    names = dict.fromkeys(_family(row, name) for row in rows for name in row["us"] if name != default_of(row))
+    names = dict.fromkeys(_family(name) for row in rows for name in row["us"] if name != default_of(row))
     lines = []
     for family in names:
         cells = []
@@ -167,7 +137,7 @@ def orders(results: Results) -> TableText:
                 for row in rows
                 if row["shape"]["mask"] == mask
                 for name in row["us"]
-                if name != default_of(row) and _family(row, name) == family and (x := speed(row, name)) is not None
+                if name != default_of(row) and _family(name) == family and (x := speed(row, name)) is not None
             ]
             spread = (
                 f"{times(geometric_mean(ratios))} ({times(min(ratios))} to {times(max(ratios))})" if ratios else "-"
@@ -177,7 +147,7 @@ def orders(results: Results) -> TableText:
     return ["default of `grid` against", "full mask", "causal mask"], lines
 
 
-def _family(row: Row, name: str) -> str:
+def _family(name: str) -> str:
     if name.startswith("any"):
         return "ours without an order"
     return f"`{name}`" if is_ours(name) else name
@@ -208,7 +178,7 @@ def _twin(row: Row) -> float | None:
 
 PANELS = SUITES["length"].panels
 TABLES: dict[str, Callable[[Results], TableText]] = {
-    "headline": headline,
+    "headline": beside_fa4,
     "grid": grid,
     "orders": orders,
     "noise": noise,

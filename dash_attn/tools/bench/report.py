@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from dash_attn.order import POLICIES
 
@@ -97,7 +98,7 @@ def _special(row: Row, name: str) -> bool:
 
 def speed(row: Row, peer: str) -> float | None:
     """How many times as fast as a variant our default is."""
-    own, theirs = median(row, default_of(row)), median(row, peer)
+    own, theirs = default_us(row), median(row, peer)
     return theirs / own if own and theirs else None
 
 
@@ -110,25 +111,70 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs))
 
 
+class Speedup(NamedTuple):
+    """The time of a peer over ours in one cell: above 1 ours is faster."""
+
+    cell: str
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Against:
+    """The speed-ups over one peer, at least one."""
+
+    peer: str
+    cells: tuple[Speedup, ...]
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean."""
+        return geometric_mean(each.ratio for each in self.cells)
+
+    @property
+    def worst(self) -> Speedup:
+        """The cell in which ours stands worst."""
+        return min(self.cells, key=lambda each: each.ratio)
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Mean and worst."""
+        return times(self.mean), times(self.worst.ratio)
+
+
+def default_us(row: Row) -> float | None:
+    """Microseconds of our default."""
+    return median(row, default_of(row))
+
+
+def best_us(row: Row) -> float | None:
+    """Microseconds of our fastest order."""
+    return min((us["median"] for name, us in row["us"].items() if is_ours(name)), default=None)
+
+
+def against(rows: Sequence[Row], peer: str, own: Callable[[Row], float | None] = default_us) -> Against | None:
+    """Ours against a peer, over the cells that timed both. None where no cell did.
+
+    A cell in which the peer failed its check does not count: a wrong result has no speed.
+    """
+    pairs = [(row["cell"], median(row, peer), own(row)) for row in rows if peer not in row.get("failed", {})]
+    cells = tuple(Speedup(str(cell), theirs / mine) for cell, theirs, mine in pairs if theirs and mine)
+    return Against(peer, cells) if cells else None
+
+
+def peers(rows: Sequence[Row], own: Callable[[Row], float | None] = default_us) -> list[Against]:
+    """Ours against every variant that is not ours."""
+    names = dict.fromkeys(name for row in rows for name in row.get("us", {}))
+    others = [name for name in names if not is_ours(name) and not name.startswith("any")]
+    return [made for name in others if (made := against(rows, name, own)) is not None]
+
+
 def ratios(result: Result) -> str:
     """Geometric mean and worst cell of our default and of our best order against each peer."""
-    text = []
-    names = list(dict.fromkeys(name for row in result["rows"] for name in row["us"]))
-    picks: dict[str, Callable[[Row], float | None]] = {
-        "default order": lambda row: median(row, default_of(row)),
-        "best order": lambda row: min((row["us"][n]["median"] for n in row["us"] if is_ours(n)), default=None),
-    }
-    for label, pick in picks.items():
-        for name in names:
-            if is_ours(name) or name.startswith("any"):
-                continue
-            pairs = [(median(row, name), pick(row), row["cell"]) for row in result["rows"]]
-            by_cell = [(theirs / own, cell) for theirs, own, cell in pairs if theirs and own]
-            if by_cell:
-                mean = geometric_mean(ratio for ratio, _ in by_cell)
-                worst, cell = min(by_cell)
-                text.append(f"{label}: geometric mean {mean:.3f}x {name}, worst {worst:.3f}x at {cell}")
-    return "\n".join(text)
+    return "\n".join(
+        f"{label}: geometric mean {each.mean:.3f}x {each.peer}, worst {each.worst.ratio:.3f}x at {each.worst.cell}"
+        for label, own in (("default order", default_us), ("best order", best_us))
+        for each in peers(result["rows"], own)
+    )
 
 
 def pair_of(row: Row, pair: str) -> tuple[str, str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dash_attn.order import parse
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 TOUR = Path("docs") / "tour.md"
 
@@ -18,6 +20,7 @@ class About:
 
 
 ABOUT = {
+    "auto": About("Picks a policy for each sequence, from that sequence alone.", "policies"),
     "fa3": About(
         "The paper's baseline: every chain climbs from its first q tile, and kv tile 0 adds to each dQ tile first.",
         "fa3",
@@ -61,9 +64,20 @@ ABOUT = {
 }
 
 
-def about(policy: str) -> About | None:
-    """What is known of a policy. A width behind its name ('shift:16') makes no difference."""
-    return ABOUT.get(policy.partition(":")[0])
+def about(policies: str) -> dict[str, About]:
+    """What is known of a policy, or of the policies of a pack ('spt@head, shift:16'), by the name of each.
+
+    A width, or what follows '@', makes no difference.
+    """
+    names = dict.fromkeys(map(_name, policies.split(", ")))
+    return {name: ABOUT[name] for name in names if name in ABOUT}
+
+
+def _name(text: str) -> str:
+    try:
+        return parse(text).policy
+    except ValueError:  # a chart can have an order of somebody else, under any name
+        return text
 
 
 def tour_link(anchor: str, page: Path) -> str | None:

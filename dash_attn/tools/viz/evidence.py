@@ -11,11 +11,23 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from dash_attn.problem import CAUSAL, FULL
+from dash_attn.tools.bench.headline import HEADER, headline
 from dash_attn.tools.bench.paper import CLAIMS
-from dash_attn.tools.bench.report import absent, blocks, deviations, hosts, memory, prices, step_times, throughput
+from dash_attn.tools.bench.report import (
+    absent,
+    blocks,
+    default_of,
+    deviations,
+    hosts,
+    memory,
+    peers,
+    prices,
+    step_times,
+    throughput,
+)
 from dash_attn.tools.trace.record import load_trace
 from dash_attn.tools.viz.comparison import schedules
-from dash_attn.tools.viz.headline import headline_plot, headline_table, peers
+from dash_attn.tools.viz.headline import headline_plot
 from dash_attn.tools.viz.page import Picture, Section, Shades, report
 from dash_attn.tools.viz.paper_figures import run
 from dash_attn.tools.viz.plots import DARK, DRAWN, LIGHT, NAMES, NARROW, Theme, figure_of
@@ -58,6 +70,7 @@ ENVIRONMENT = {
     "dash_attn": "dash_attn ",
     "date": "",
 }
+STAMP = ("dash_attn", "date")  # in these the suites of a page differ
 
 SOME_SMS = 8
 
@@ -67,7 +80,7 @@ def evidence(files: Sequence[Path], path: Path) -> Path:
     traces = [file for file in files if file.suffix == ".npz"]
     results = gathered([file for file in files if file.suffix != ".npz"])
     results = {name: results[name] for name in (*HEADINGS, *results) if name in results}
-    suites = [section for name, result in results.items() for section in _suite(name, result, _first(results))]
+    suites = [section for name, result in results.items() for section in _suite(name, result)]
     again = [_again(results)] if results else []
     sections = [*_headline(results), *_claims(results), *suites, *map(_traced, traces), *_schedules(), *again]
     return report(path, sections, title="dash_attn: measured")
@@ -78,62 +91,61 @@ def heading_of(suite: str) -> str:
     return HEADINGS.get(suite, suite.replace("_", " "))
 
 
-def where(result: Result) -> str:
-    """The machine and the versions of a result, in one line."""
-    env = result["environment"]
-    return ", ".join(f"{word}{env[name]}" for name, word in ENVIRONMENT.items() if env.get(name))
+def where(environment: Mapping[str, Any], names: Sequence[str] = tuple(ENVIRONMENT)) -> str:
+    """The machine and the versions of a result, as far as they are known, in one line."""
+    return ", ".join(f"{ENVIRONMENT[name]}{environment[name]}" for name in names if environment.get(name))
 
 
 def _headline(results: Mapping[str, Result]) -> list[Section]:
     """One table and one picture."""
-    if not results:
+    groups = headline(results)
+    if not groups:
         return []
-    # The price comes from the rows of the grid: they are not counted twice.
-    suites = {heading_of(name): result["rows"] for name, result in results.items() if name not in ("price", "host")}
-    table, first = headline_table(suites), _first(results)
-    if len(table) == 1:
-        return [Section(text=f"{first}.")]
+    origins = [results[group.suite]["environment"] for group in groups]
+    lines = [[*group.line, group.suite, where(origin, STAMP)] for group, origin in zip(groups, origins, strict=True)]
+    # Suites are measured on different days: the page says of all of them only what is true of each.
+    first, *others = origins
+    shared = {name: fact for name, fact in first.items() if all(other.get(name) == fact for other in others)}
     text = (
-        f"{first}.\n\nSpeed of our default order over that of FlashAttention-4 (FA4): the geometric mean over the "
-        "cells of a suite, and the worst cell. Above 1x ours is faster. In the picture a dot is a cell, a bar the mean."
+        f"{where(shared)}\n\nSpeed of dash_attn over that of FlashAttention-4 (FA4): the geometric mean over the "
+        "shapes of a row, and the worst shape. Above 1x dash_attn is faster. A shape does not count where FA4's "
+        "gradients are wrong. In the picture a dot is a shape, a bar the mean."
     )
-    environment = next(iter(results.values()))["environment"]
     picture = _picture(
-        lambda theme: headline_plot(suites, environment, theme), "speed over that of FlashAttention-4 in every cell"
+        lambda theme: headline_plot(groups, shared, theme), "speed over that of FlashAttention-4 in every shape"
     )
+    table = [[*HEADER, "suite", "measured with"], *lines]
     return [Section("Against FlashAttention-4", text, table), Section(pictures=[picture])]
 
 
-def _first(results: Mapping[str, Result]) -> str:
-    """The machine of the first result. Only what differs from it is told again."""
-    return next((where(result) for result in results.values()), "")
-
-
 def _claims(results: Mapping[str, Result]) -> list[Section]:
-    rows = [
-        [claim.title, claim.claim, " ".join(claim.say(list(results[claim.suite]["rows"]))) or "-"]
-        for claim in CLAIMS
-        if claim.suite in results
-    ]
-    return [Section("The paper's claims", table=[["", "the paper", "here"], *rows])] if rows else []
+    rows = []
+    for claim in CLAIMS:
+        if claim.suite in results:
+            result = results[claim.suite]
+            said = " ".join(claim.say(list(result["rows"]))) or "-"
+            rows.append([claim.title, claim.claim, said, where(result["environment"], STAMP)])
+    return [Section("The paper's claims", table=[["", "the paper", "here", "measured with"], *rows])] if rows else []
 
 
-def _suite(name: str, result: Result, told: str) -> list[Section]:
-    """Picture and comparison of a suite; its numbers are folded. `told`: the machine at the head of the page."""
-    other = [] if where(result) == told else [f"{where(result)}."]
-    text = "\n\n".join([*other, *(f"Note: {note}." for note in result["notes"])])
+def _suite(name: str, result: Result) -> list[Section]:
+    """Picture and comparison of a suite; its numbers are folded."""
+    text = "\n\n".join([where(result["environment"]), *(f"Note: {note}." for note in result["notes"])])
     if name == "audit":
         return [Section(heading_of(name), text, _audit(result))]
     pictures = []
     if name in DRAWN:
         pictures = [_picture(lambda theme: figure_of(name, result, theme), heading_of(name))]
     compared = [
-        [NAMES.get(each.peer, each.peer), str(len(each.cells)), *each.texts, each.place]
+        [NAMES.get(each.peer, each.peer), str(len(each.cells)), *each.texts, each.worst.cell]
         for each in peers(result["rows"])
     ]
     ratios = [["ours against", "cells", "geometric mean", "worst", "at"], *compared]
     if name in ("price", "host") or not compared:
         ratios = []
+    else:
+        orders = dict.fromkeys(map(default_of, result["rows"]))
+        text += f"\n\nOrders of ours in this suite: {', '.join(orders)}."
     text = "\n\n".join([text, *absent(result).splitlines()])
     folded = []
     for title, make in TABLES.get(name, TIMED).items():

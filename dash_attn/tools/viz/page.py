@@ -178,20 +178,21 @@ def _figure(number: int, each: Chart, badge: str, page: Path) -> str:
     spoken = escape(f"{each.title}: " + ", ".join(f"{name} {value}" for name, value in each.facts()))
     return (
         f"<figure><figcaption><h3>{escape(each.title)}</h3>{badge}<dl>{facts}</dl></figcaption>"
-        f"{_sentence(each.policy, page)}"
+        f"{_sentences(each.policy, page)}"
         f'<div class="view" data-chart="{number}"><canvas tabindex="0" role="img" aria-label="{spoken}"></canvas>'
         "<canvas aria-hidden='true'></canvas></div></figure>"
     )
 
 
-def _sentence(policy: str, page: Path) -> str:
-    """What a policy does, with a link to the tour where the page lies beside it."""
-    told = about(policy)
-    if told is None:
-        return ""
-    link = tour_link(told.anchor, page)
-    more = f' <a href="{escape(link)}">More in the tour.</a>' if link else ""
-    return f'<p class="about">{escape(told.sentence)}{more}</p>'
+def _sentences(policies: str, page: Path) -> str:
+    """What each policy of a chart does, with a link to the tour where the page lies beside it."""
+    told, made = about(policies), []
+    for name, each in told.items():
+        link = tour_link(each.anchor, page)
+        more = f' <a href="{escape(link)}">More in the tour.</a>' if link else ""
+        lead = f"{name}: " if len(told) > 1 else ""
+        made.append(f'<p class="about">{lead}{escape(each.sentence)}{more}</p>')
+    return "".join(made)
 
 
 def _table(rows: Sequence[Sequence[object]], marked: Collection[int] = ()) -> str:

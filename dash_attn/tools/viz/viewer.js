@@ -201,14 +201,14 @@ class Chart {
     g.restore();
     this.frame(g);
   }
-  // Sets the font of the numbers in tasks and returns the width that a bar needs to hold one. The widest number of the
-  // chart decides, and nine bars of ten must have room: a chart with only some of its numbers would be hard to read.
+  // Sets the font of the numbers in tasks and returns the width that a bar needs to hold one. The widest number and
+  // the shortest bar of the chart decide: a chart with only some of its numbers would be hard to read.
   labelRoom(g) {
     const { begin, end, role } = this.data, widest = "0".repeat(String(this.meta.q - 1).length);
     const [, high] = this.band(0, 0), scale = this.x(1) - this.x(0);
     if (this.short === undefined) {
-      const spans = Float32Array.from([...begin.keys()].filter((i) => role[i] === COMPUTE), (i) => end[i] - begin[i]).sort();
-      this.short = spans.length ? spans[Math.floor(spans.length / 10)] : 0;
+      this.short = Infinity;
+      for (let i = 0; i < role.length; i++) if (role[i] === COMPUTE) this.short = Math.min(this.short, end[i] - begin[i]);
     }
     for (const size of FONTS) {
       if (size > high - 2) continue;

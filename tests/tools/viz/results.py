@@ -18,7 +18,7 @@ def row(length: int, mask: str, default: str) -> dict[str, Any]:
     deviation = {name: 0.0 if "det" in name or name == default else 1e-4 for name in times}
     return {
         "cell": f"d128 {mask} {length}",
-        "shape": {"dim": 128, "mask": mask, "len_q": length},
+        "shape": {"dim": 128, "mask": mask, "len_q": length, "len_k": length},
         "flops": 1e9 * length,
         "default": default,
         "us": {name: us(length * t) for name, t in times.items()},

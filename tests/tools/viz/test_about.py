@@ -18,7 +18,7 @@ def anchors(markdown: str) -> set[str]:
 
 
 def test_every_policy_has_a_sentence() -> None:
-    assert set(ABOUT) == set(POLICIES)
+    assert set(ABOUT) == {"auto", *POLICIES}
     for told in ABOUT.values():
         assert told.sentence.endswith(".") and "." not in told.sentence[:-1]
 
@@ -28,9 +28,24 @@ def test_every_link_leads_to_a_heading() -> None:
     assert {told.anchor for told in ABOUT.values()} <= there
 
 
-def test_a_width_makes_no_difference() -> None:
-    assert about("shift:16") is about("shift") is ABOUT["shift"]
-    assert about("of somebody else") is None
+@pytest.mark.parametrize(
+    ("shown", "names"),
+    [
+        ("shift", ["shift"]),
+        ("shift:16", ["shift"]),
+        ("spt@head", ["spt"]),
+        ("shift:64@head", ["shift"]),
+        ("auto@group", ["auto"]),
+        ("spt@head, symmetric_shift:64@head", ["spt", "symmetric_shift"]),
+        ("symmetric_shift:16, symmetric_shift:64", ["symmetric_shift"]),
+        ("fa3, of somebody else", ["fa3"]),
+        ("shift@somebody", []),
+        ("", []),
+    ],
+)
+def test_every_form_of_a_name_is_known(shown: str, names: list[str]) -> None:
+    told = about(shown)
+    assert list(told) == names and all(told[name] is ABOUT[name] for name in names)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dash_attn.simulate import Machine, Simulation
+from dash_attn.timeline import COMPUTE
 from dash_attn.tools.viz import Section, html, report, schedules
 from dash_attn.tools.viz.evidence import evidence
 from dash_attn.tools.viz.plots import OURS
@@ -165,20 +166,30 @@ def test_zoom_pan_and_reset(browser: Browser, page: Path, simulations) -> None:
     assert view(browser) == full
 
 
-def test_numbers_in_tasks_are_all_there_or_none_is(browser: Browser, simulated, tmp_path: Path) -> None:
-    """16 q tiles: numbers of one and of two digits. What is drawn is written down by the drawing function itself."""
-    simulation = simulated("fa3", n=16, heads=2, workers=16)
+@pytest.mark.parametrize("model", [None, Machine(jitter=0.2)])
+def test_numbers_in_tasks_are_all_there_or_none_is(browser: Browser, simulated, tmp_path: Path, model) -> None:
+    """Numbers of one and of two digits; with jitter some bars are much shorter than most.
+
+    What is drawn is written down by the drawing function itself. Numbers left of the bars are those of workers.
+    """
+    simulation = simulated("symmetric_shift", n=16, heads=2, workers=16, model=model)
+    line = simulation.timeline
+    wanted = sorted(line.names.q_tile[line.task[line.role == COMPUTE]].tolist())
     browser.open(report(tmp_path / "a.html", [Section(charts=[simulation])]))
     spy = (
-        "(async () => { const drawn = new Set(), real = CanvasRenderingContext2D.prototype.fillText;"
+        "(async () => { const drawn = [], real = CanvasRenderingContext2D.prototype.fillText;"
+        "const left = Number(document.querySelector('.view canvas').dataset.plot.split(' ')[0]);"
         "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
-        "  if (typeof text === 'number' && x > 60) drawn.add(text); return real.call(this, text, x, y); };"
+        "  if (typeof text === 'number' && x > left) drawn.push(text); return real.call(this, text, x, y); };"
         "dispatchEvent(new Event('resize')); CanvasRenderingContext2D.prototype.fillText = real;"
-        "return [...drawn].sort((a, b) => a - b); })()"
+        "return drawn.sort((a, b) => a - b); })()"
     )
-    assert browser.run(spy) == list(range(16))
-    browser.resize(640, 900)
-    assert browser.run(spy) == []
+    drawn = []
+    for width in range(300, 1300, 50):
+        browser.resize(width, 900)
+        drawn.append(browser.run(spy))
+    assert all(numbers in ([], wanted) for numbers in drawn)
+    assert drawn[0] == [] and drawn[-1] == wanted
 
 
 def test_colours_can_be_changed(browser: Browser, page: Path) -> None:
@@ -219,7 +230,7 @@ def test_a_phone_shows_wide_tables_in_boxes_that_scroll(browser: Browser, page: 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of some of the committed results."""
-    files = [RESULTS / f"{suite}_h200.json" for suite in ("grid", "block", "deviation", "../audit")]
+    files = [RESULTS / f"{suite}_h200.json" for suite in ("grid", "grid_close", "block", "deviation", "../audit")]
     return evidence(files, tmp_path_factory.mktemp("measured") / "page.html")
 
 

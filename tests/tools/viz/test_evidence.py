@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dash_attn.simulate import Machine
+from dash_attn.tools.bench.performance import TABLES, read_results
 from dash_attn.tools.viz.evidence import HEADINGS, evidence
 from dash_attn.tools.viz.plots import DRAWN
 from dash_attn.tools.viz.traced import Traced
@@ -41,10 +42,35 @@ class Outline(HTMLParser):
 
 
 def test_the_page_begins_with_one_table_and_one_picture(tmp_path: Path) -> None:
-    page = Outline(evidence([write(tmp_path / "r.json", result("grid"))], tmp_path / "page.html"))
+    page = Outline(evidence([write(tmp_path / "r.json", result("grid_close"))], tmp_path / "page.html"))
     table, picture = page.tags.index("table"), page.tags.index("picture")
     second = page.tags.index("h2", page.tags.index("h2") + 1)
     assert table < picture < second
+
+
+def test_the_page_has_the_headline_of_the_readme(tmp_path: Path) -> None:
+    """Names and numbers are those of docs/performance.md; each row has the version and the date of its own suite."""
+    path = evidence(sorted(RESULTS.glob("*.json")), tmp_path / "page.html")
+    text, results = path.read_text(encoding="utf-8"), read_results(RESULTS)
+    first = text[: text.index("</table>")]
+    said = [re.findall(r"<td[^>]*>(.*?)</td>", line) for line in re.findall(r"<tr>(<td.*?)</tr>", first)]
+    wanted = []
+    for *cells, file in TABLES["headline"](results)[1]:
+        suite = file[1:].partition("]")[0]
+        environment = results[suite]["environment"]
+        wanted.append([*cells, suite, f"dash_attn {environment['dash_attn']}, {environment['date']}"])
+    assert said == wanted
+    assert len({stamp for *_, stamp in said}) > 1 and "our default" not in text
+
+
+def test_every_section_says_when_and_with_which_orders_it_was_measured(tmp_path: Path) -> None:
+    days = {"grid": "2026-01-01", "models": "2026-01-02", "packed": "2026-01-03"}
+    files = [write(tmp_path / f"{suite}.json", result(suite, date=day)) for suite, day in days.items()]
+    text = evidence(files, tmp_path / "page.html").read_text(encoding="utf-8")
+    sections = {name: text[text.index(f"<h2>{HEADINGS[name]}</h2>") :].partition("</section>")[0] for name in days}
+    for name, day in days.items():
+        assert f"<p>Some GPU, {day}</p>" in sections[name]
+        assert "<p>Orders of ours in this suite: shift:64, fa3.</p>" in sections[name]
 
 
 def test_every_suite_has_its_section(tmp_path: Path) -> None:
@@ -62,7 +88,7 @@ def test_every_suite_has_its_section(tmp_path: Path) -> None:
 def test_everything_from_files_is_escaped(tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script>\"'&"
     names = ("device", "torch", "cuda", "flash-attn-4", "date", "command", "note", "dash_attn")
-    made = result("grid", **dict.fromkeys(names, nasty))
+    made = result("grid_close", **dict.fromkeys(names, nasty))
     for each in made["rows"]:
         each["cell"] = each["shape"]["mask"] = nasty
         each["missing"], each["failed"] = {nasty: nasty}, {"fa4": nasty}

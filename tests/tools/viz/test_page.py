@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import zlib
+from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dash_attn.simulate import Machine
+from dash_attn.simulate import Machine, Simulation
 from dash_attn.tools.viz import Section, chart, html, report
 from dash_attn.tools.viz.about import ABOUT
 
@@ -87,6 +88,22 @@ def test_charts_of_policies_are_explained_and_the_best_is_marked(simulated, tmp_
     assert ABOUT["fa3"].sentence in fa3 and ABOUT["symmetric_shift"].sentence in symmetric
     assert 'class="badge"' in symmetric and 'class="badge"' not in fa3
     assert "<a " not in fa3  # outside of the repository a link would lead nowhere
+
+
+def test_every_policy_of_a_pack_is_explained_by_its_name(simulated, packed: Simulation, tmp_path: Path) -> None:
+    joined = replace(chart(simulated("fa3")), policy="spt@head, symmetric_shift:64@head")
+    page = unescape(report(tmp_path / "a.html", [Section(charts=[packed, joined])]).read_text())
+    one, two = (re.findall(r'<p class="about">(.*?)</p>', each) for each in page.split("<figure>")[1:])
+    assert packed.program.policy == "fa3@head" and one == [ABOUT["fa3"].sentence]
+    assert two == [f"{name}: {ABOUT[name].sentence}" for name in ("spt", "symmetric_shift")]
+
+
+def test_a_page_in_the_repository_has_links_to_the_tour(simulated, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("dash_attn.tools.viz.about.REPOSITORY", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "tour.md").touch()
+    text = html(simulated("fa3"), tmp_path / "a.html").read_text()
+    assert '<a href="docs/tour.md#fa3">More in the tour.</a></p>' in text
 
 
 def test_a_report_without_charts_has_no_script(tmp_path: Path) -> None:

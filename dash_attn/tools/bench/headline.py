@@ -1,0 +1,76 @@
+"""The headline: which measured rows stand beside FlashAttention-4, in which groups, under which names.
+
+README, docs/performance.md and the page of all results show these groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from dash_attn.tools.bench.report import BASELINE, Against, Result, Row, against
+
+PEERS = {BASELINE: "FA4 deterministic", "fa4": "FA4 non-deterministic"}
+HEADER = ["shapes", *(text for name in PEERS.values() for text in (f"mean vs {name}", "worst shape"))]
+FEATURED = ("softcap", "sinks")  # how the names of the cases begin that are no models
+LONG = 8192  # tokens from which a single sequence counts as long
+
+
+class Kind(NamedTuple):
+    """A row of the headline: which rows of a suite it counts. In its name '{}' stands for how many these are."""
+
+    name: str
+    suite: str
+    counts: Callable[[Row], bool] = lambda row: True
+
+
+class Group(NamedTuple):
+    """A row of the headline, with the speed-ups over the peers that were timed."""
+
+    name: str
+    suite: str
+    over: Mapping[str, Against]
+
+    @property
+    def line(self) -> list[str]:
+        """The cells below HEADER."""
+        cells = [self.over[peer].texts if peer in self.over else ("-", "-") for peer in PEERS]
+        return [self.name, *(text for pair in cells for text in pair)]
+
+
+def _featured(row: Row) -> bool:
+    return str(row["cell"]).startswith(FEATURED)
+
+
+def _long(row: Row) -> bool:
+    return int(row["shape"]["len_q"]) >= LONG
+
+
+def _late(row: Row) -> bool:
+    """Whether keys lie before the first query."""
+    return int(row["shape"]["len_q"]) < int(row["shape"]["len_k"])
+
+
+# The suite `grid` is not here: it mixes slow and fast orders, so its ratios scatter more than those of `grid_close`.
+KINDS = (
+    Kind("the grid of the paper ({} shapes)", "grid_close"),
+    Kind("the shapes of known models", "models", lambda row: not _featured(row)),
+    Kind("softcap and sinks ({} shapes)", "models", _featured),
+    Kind("long sequences (one of 8k to 128k tokens)", "length", _long),
+    Kind("one short sequence (1k to 4k tokens)", "length", lambda row: not _long(row)),
+    Kind("few key/value heads ({} shapes)", "few", lambda row: not _late(row)),
+    Kind("queries after many keys ({} shapes)", "few", _late),
+    Kind("packed documents ({} packs)", "packed"),
+    Kind("training steps with a new packing ({} kinds)", "step"),
+)
+
+
+def headline(results: Mapping[str, Result]) -> list[Group]:
+    """The rows of the headline, from results by suite. A group in which no peer was timed is left out."""
+    groups = []
+    for kind in KINDS:
+        rows = [row for row in results.get(kind.suite, {"rows": []})["rows"] if kind.counts(row)]
+        over = {peer: made for peer in PEERS if (made := against(rows, peer)) is not None}
+        if over:
+            groups.append(Group(kind.name.format(len(rows)), kind.suite, over))
+    return groups
