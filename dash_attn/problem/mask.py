@@ -14,7 +14,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.problem.rows import Longs, RowIntervals
+from dash_attn.problem.numbers import Longs, array_of, boundaries, side, whole
+from dash_attn.problem.rows import RowIntervals
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
@@ -28,7 +29,11 @@ class Documents:
     cu_k: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        for name, cu in (("cu_seqlens_q", self.cu_q), ("cu_seqlens_k", self.cu_k)):
+        for field, name in (("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k")):
+            given = getattr(self, field)
+            cu = boundaries(name, given)
+            if cu is not given:
+                object.__setattr__(self, field, cu)
             if len(cu) < 2 or cu[0] != 0 or sorted(cu) != list(cu):
                 raise ValueError(
                     f"{name} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
@@ -92,14 +97,23 @@ class TileMask:
     shape: tuple[int, int]
     bits: str
 
+    def __post_init__(self) -> None:
+        for name in ("cell_m", "cell_n"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), "a whole number of tokens, at least 1"))
+        if self.cell_m < 1 or self.cell_n < 1:
+            raise ValueError(f"tile mask cells must be at least 1x1, got {self.cell_m}x{self.cell_n}")
+
     @staticmethod
     def of(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> TileMask:
-        matrix = np.asarray(cells, dtype=bool)
+        expected = "be a matrix (q tiles, kv tiles) of True and False, or of 1 and 0"
+        matrix = array_of("cells", cells, expected)
         if matrix.ndim != 2:
-            raise ValueError(f"a tile mask is a matrix (q tiles, kv tiles), got {matrix.ndim} dimensions")
-        if cell_m < 1 or cell_n < 1:
-            raise ValueError(f"tile mask cells must be at least 1x1, got {cell_m}x{cell_n}")
-        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), np.packbits(matrix).tobytes().hex())
+            raise ValueError(f"cells must {expected}, got {matrix.ndim} dimensions")
+        # Floats that are added to scores have 0 where a mask has True.
+        if matrix.dtype.kind not in "biuf" or (matrix.dtype.kind == "f" and not np.isin(matrix, (0, 1)).all()):
+            raise ValueError(f"cells must {expected}, got other values of {matrix.dtype}")
+        bits = np.packbits(matrix.astype(bool)).tobytes().hex()
+        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), bits)
 
     def cells(self) -> Bool:
         flat = np.unpackbits(np.frombuffer(bytes.fromhex(self.bits), np.uint8), count=self.shape[0] * self.shape[1])
@@ -132,11 +146,15 @@ class Mask:
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            value = getattr(self, name)
+            value = side(name, getattr(self, name))
+            if value is not getattr(self, name):
+                object.__setattr__(self, name, value)
             if value == -1:  # the functions and the operators take it for no limit
                 raise ValueError(f"window {name} must be None (no limit), at least 0 or below -1, got {value}")
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
         return Mask(
             _smaller(self.left, other.left),
             _smaller(self.right, other.right),
@@ -204,7 +222,7 @@ class Mask:
         parts = self.documents or Documents((0, len_q), (0, len_k))
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
-        left, right = (far if side is None else max(-far, min(side, far)) for side in (self.left, self.right))
+        left, right = (far if x is None else max(-far, min(x, far)) for x in (self.left, self.right))
         cu_q, cu_k = np.array(parts.cu_q), np.array(parts.cu_k)
         rows = np.diff(cu_q)
         begin, end = np.repeat(cu_k[:-1], rows), np.repeat(cu_k[1:], rows)
@@ -254,6 +272,7 @@ def window(left: int | None, right: int | None) -> Mask:
     A side below -1 is counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two
     negative sides mean no limits, as in FlashAttention.
     """
+    left, right = side("left", left), side("right", right)
     if left is not None and right is not None and left < 0 and right < 0:
         return FULL
     return Mask(None if left == -1 else left, None if right == -1 else right)
@@ -265,8 +284,8 @@ def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal:
     `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys. Without `cu_k` both
     are equal.
     """
-    first = tuple(map(int, np.asarray(cu_q).tolist()))
-    second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
+    first = boundaries("cu_seqlens_q", cu_q)
+    second = first if cu_k is None else boundaries("cu_seqlens_k", cu_k)
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 

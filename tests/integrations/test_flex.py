@@ -166,6 +166,16 @@ def test_refused() -> None:
         from_block_mask(torch.ones(3, 3))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("index", [-1, 2, 7])
+def test_blocks_that_do_not_exist_are_refused(index: int) -> None:
+    """An entry behind the last listed block may have any value."""
+    block_mask = made(causal, 32, 32)
+    block_mask.kv_num_blocks = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    block_mask.kv_indices = torch.tensor([[[[0, 9], [0, index]]]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"block_mask must name blocks of keys from 0 to 1, got {index}:"):
+        from_block_mask(block_mask)
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 def test_many_blocks_take_milliseconds(batch: int) -> None:
     """512 x 512 blocks of 128 x 128, causal, whose diagonal is partial."""
