@@ -242,8 +242,10 @@ class Mask:
         key = np.arange(len_k)
         allowed: Bool = (key >= lo[:, None]) & (key < hi[:, None])
         if self.tiles is not None:
-            cells = self.tiles.cells().repeat(self.tiles.cell_m, 0).repeat(self.tiles.cell_n, 1)
-            allowed &= cells[:len_q, :len_k]
+            if not self.tiles.covers(len_q, len_k):
+                raise ValueError(f"mask {self} does not cover {len_q} queries x {len_k} keys")
+            row = np.arange(len_q)[:, None]  # repeated cells would need memory for tokens that do not exist
+            allowed &= self.tiles.cells()[row // self.tiles.cell_m, key // self.tiles.cell_n]
         return allowed
 
     def __str__(self) -> str:
