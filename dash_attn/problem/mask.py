@@ -236,6 +236,15 @@ class Mask:
             hi = np.maximum(lo, np.minimum(hi, last))
         return lo.astype(np.int32), hi.astype(np.int32)
 
+    def unseeing(self, len_q: int, len_k: int) -> Bool:
+        """Which query rows see no key."""
+        lo, hi = self.intervals(len_q, len_k)
+        if self.tiles is None:
+            return np.asarray(lo == hi)
+        shown = np.pad(self.tiles.cells().cumsum(1), ((0, 0), (1, 0)))  # cells of a row before each cell
+        row, size = np.arange(len_q) // self.tiles.cell_m, self.tiles.cell_n
+        return np.asarray((lo == hi) | (shown[row, -(-hi // size)] == shown[row, lo // size]))
+
     def dense(self, len_q: int, len_k: int) -> Bool:
         """The mask element by element, for tests and small references."""
         lo, hi = self.intervals(len_q, len_k)

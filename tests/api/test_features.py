@@ -90,6 +90,14 @@ def test_a_gradient_of_one_result(needed: str) -> None:
         assert not first[2].any()
 
 
+def test_a_gradient_of_lse_in_rows_without_keys_is_dropped() -> None:
+    """The derivative of logaddexp(-inf, -inf) is NaN."""
+    q, k, v = (torch.randn(1, seqlen, 1, 8, requires_grad=True) for seqlen in (10, 4, 4))
+    _, lse = attention(q, k, v, causal=True, return_lse=True)
+    grads = torch.autograd.grad(torch.logaddexp(lse, torch.full_like(lse, -math.inf))[..., 6:].sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads) and grads[1].any() and not grads[0][:, :6].any()
+
+
 def test_sinks_alone_can_need_a_gradient() -> None:
     sinks = torch.zeros(4, requires_grad=True)
     out = attention(*(x.detach() for x in leaves()), sinks=sinks)

@@ -76,6 +76,13 @@ def test_intervals_are_the_rows_of_dense(drawn: tuple[Mask, int, int]) -> None:
     np.testing.assert_array_equal((key >= lo[:, None]) & (key < hi[:, None]), without_tiles)
 
 
+@examples(200)
+@given(masks_with_lengths())
+def test_unseeing_rows_are_empty_in_dense(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    np.testing.assert_array_equal(mask.unseeing(len_q, len_k), ~mask.dense(len_q, len_k).any(1))
+
+
 @examples(300)
 @given(masks_with_lengths())
 def test_documents_replace_negative_sides(drawn: tuple[Mask, int, int]) -> None:
