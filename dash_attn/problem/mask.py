@@ -23,10 +23,15 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of packed sequences. Document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1]."""
+    """Boundaries of packed sequences. Document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1].
+
+    `within` are the sequences of the caller, if the documents are pieces of them. The seeds of dropout follow the
+    sequences of the caller.
+    """
 
     cu_q: tuple[int, ...]
     cu_k: tuple[int, ...]
+    within: Documents | None = None
 
     def __post_init__(self) -> None:
         for field, name in (("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k")):
@@ -44,6 +49,21 @@ class Documents:
                 f"got {len(self.cu_q) - 1} and {len(self.cu_k) - 1}"
             )
 
+    @staticmethod
+    def of_numbers(numbers: Sequence[int]) -> Documents | None:
+        """The way back of `numbers`. No numbers are no documents."""
+        if not numbers:
+            return None
+        size = -2 * min(0, numbers[0])  # of `within`
+        within = Documents.of_numbers(numbers[1 : size + 1])
+        own = tuple(numbers[size + 1 if size else 0 :])
+        return Documents(own[: len(own) // 2], own[len(own) // 2 :], within)
+
+    def numbers(self) -> list[int]:
+        """All boundaries as one list. Those of `within` come first, after the negative number of its boundaries."""
+        own = [*self.cu_q, *self.cu_k]
+        return own if self.within is None else [-len(self.within.cu_q), *self.within.numbers(), *own]
+
     def check_ends(self, len_q: int, len_k: int) -> None:
         """Raises a ValueError if the documents do not hold all queries and keys."""
         if (self.cu_q[-1], self.cu_k[-1]) != (len_q, len_k):
@@ -58,17 +78,22 @@ class Documents:
         One document becomes up to three: the queries and keys that stay, the last queries without keys, and the last
         keys without queries. `last_q` and `last_k` have one number for each document.
         """
+        if not any(last_q) and not any(last_k):
+            return self
         cu_q, cu_k = [0], [0]
         for (_, end_q), (_, end_k), q, k in zip(pairwise(self.cu_q), pairwise(self.cu_k), last_q, last_k, strict=True):
             for more, row_q, row_k in ((True, end_q - q, end_k - k), (q > 0, end_q, end_k - k), (k > 0, end_q, end_k)):
                 if more:
                     cu_q.append(row_q)
                     cu_k.append(row_k)
-        return Documents(tuple(cu_q), tuple(cu_k))
+        return Documents(tuple(cu_q), tuple(cu_k), self.within or self)
 
     def __and__(self, other: Documents) -> Documents:
         if self == other:
             return self
+        within = None
+        if self.within or other.within:
+            within = (self.within or self) & (other.within or other)
         # Piece (a, b) holds the tokens that are in document a of one mask and in document b of the other. Along both
         # axes a + b never decreases, so pieces sorted by a + b are contiguous in queries and in keys.
         pieces: dict[tuple[int, int], list[int]] = {}
@@ -82,7 +107,7 @@ class Documents:
         # Masks over no tokens have no pieces; the result is then one empty document.
         lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))] or [[0, 0]]
         cu = np.cumsum([[0, 0], *lengths], axis=0)
-        return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()))
+        return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()), within)
 
 
 @dataclass(frozen=True)
@@ -214,7 +239,9 @@ class Mask:
         for parts in (whole, _blocks(lo, hi) if len_q == len_k and self.tiles is None else whole):
             band = _window_inside(parts, lo, hi)
             if band is not None:
-                return replace(band, documents=None if parts == whole else parts, tiles=self.tiles)
+                return replace(
+                    band, documents=None if parts == whole else replace(parts, within=whole), tiles=self.tiles
+                )
         return Mask(tiles=self.tiles, rows=RowIntervals.of(lo, hi))
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -83,8 +84,10 @@ TILES = [  # holes between blocks
 
 @pytest.mark.parametrize(("mod", "len_q", "len_k", "plain"), SAME)
 def test_plain_masks_are_recognised(mod: Mod, len_q: int, len_k: int, plain: Mask) -> None:
-    mask = from_block_mask(made(mod, len_q, len_k))
-    assert mask.without_rows(len_q, len_k) == plain
+    mask = from_block_mask(made(mod, len_q, len_k)).without_rows(len_q, len_k)
+    if mask.documents is not None:
+        mask = replace(mask, documents=replace(mask.documents, within=None))
+    assert mask == plain
 
 
 @pytest.mark.parametrize("size", [16, (8, 32), 128])

@@ -102,8 +102,24 @@ def test_negative_sides() -> None:
 
 def test_rows_set_apart() -> None:
     """Each document keeps its first rows; the rest has no partner."""
-    parts = Documents((0, 4, 7), (0, 5, 5)).set_apart([1, 0], [2, 0])
-    assert parts == Documents((0, 3, 4, 4, 7), (0, 3, 3, 5, 5))
+    whole = Documents((0, 4, 7), (0, 5, 5))
+    parts = whole.set_apart([1, 0], [2, 0])
+    assert parts == Documents((0, 3, 4, 4, 7), (0, 3, 3, 5, 5), whole)
+    assert parts.set_apart([1, 0, 0, 2], [0, 0, 0, 0]).within == whole and whole.set_apart([0, 0], [0, 0]) is whole
+
+
+def test_pieces_meet_as_their_sequences_do() -> None:
+    whole, others = Documents((0, 4, 4, 9), (0, 4, 4, 9)), Documents((0, 6, 9), (0, 6, 9))
+    parts = whole.set_apart([1, 0, 0], [0, 0, 2])
+    assert (parts & whole).within == whole and (parts & others).within == whole & others == (others & parts).within
+    assert (parts & parts) is parts
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_documents_as_numbers(last: int) -> None:
+    documents = Documents((0, 4, 7), (0, 5, 5)).set_apart([last, 0], [0, 0])
+    assert Documents.of_numbers(documents.numbers()) == documents
+    assert Documents.of_numbers([]) is None
 
 
 def test_causal_is_aligned_at_the_bottom_right() -> None:
@@ -196,11 +212,11 @@ def test_recognised_masks() -> None:
     assert intervals(0 * row, row + 1).without_rows(8, 12) == window(None, -4)
     assert intervals(0 * row, 0 * row + 8).without_rows(8, 8) == FULL
     assert (intervals(row - 2, 0 * row + 9) & CAUSAL).without_rows(8, 8) == window(2, 0)
-    assert intervals(row // 4 * 4, row + 1).without_rows(8, 8) == documents([0, 4, 8], causal=True)
+    chunks, whole = intervals(row // 4 * 4, row + 1).without_rows(8, 8), Documents((0, 8), (0, 8))
+    assert chunks == CAUSAL & Mask(documents=Documents((0, 4, 8), (0, 4, 8), whole))
     padded = np.where(row < 2, 0, row + 1)  # the first two queries see nothing, and nobody sees their keys
-    assert intervals(np.maximum(row // 4 * 4, 2), padded).without_rows(8, 8) == documents(
-        [0, 2, 2, 4, 8], [0, 0, 2, 4, 8], causal=True
-    )
+    chunks = intervals(np.maximum(row // 4 * 4, 2), padded).without_rows(8, 8)
+    assert chunks == CAUSAL & Mask(documents=Documents((0, 2, 2, 4, 8), (0, 0, 2, 4, 8), whole))
     assert intervals(0 * row, 0 * row).without_rows(8, 8).is_blind
     prefix = intervals(0 * row, np.maximum(row + 1, 3))
     assert prefix.without_rows(8, 8) == prefix
