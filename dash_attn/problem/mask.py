@@ -20,6 +20,8 @@ from dash_attn.problem.rows import RowIntervals
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
+MOST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -127,6 +129,8 @@ class TileMask:
             object.__setattr__(self, name, whole(name, getattr(self, name), "a whole number of tokens, at least 1"))
         if self.cell_m < 1 or self.cell_n < 1:
             raise ValueError(f"tile mask cells must be at least 1x1, got {self.cell_m}x{self.cell_n}")
+        if max(self.cell_m, self.cell_n) > MOST:  # tokens are counted in 32 bits
+            raise ValueError(f"tile mask cells must be at most {MOST} long, got {self.cell_m}x{self.cell_n}")
 
     @staticmethod
     def of(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> TileMask:

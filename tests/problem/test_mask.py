@@ -291,6 +291,8 @@ def test_errors_say_what_was_wrong() -> None:
         tiles(np.zeros((1, 1, 1)), 1, 1)
     with pytest.raises(ValueError, match="at least 1x1, got 0x4"):
         tiles(np.zeros((1, 1)), 0, 4)
+    with pytest.raises(ValueError, match="at most 2147483647 long, got 4x2147483648"):
+        tiles(np.zeros((1, 1)), 4, 2**31)
     with pytest.raises(ValueError, match=r"only on one grid, got \(1x1 of 2x2\) and \(1x2 of 2x2\)"):
         tiles([[1]], 2, 2) & tiles([[1, 1]], 2, 2)
     with pytest.raises(ValueError, match="cannot intersect documents over 3 and 4 tokens"):

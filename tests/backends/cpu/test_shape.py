@@ -26,7 +26,7 @@ def of_one_head(mask: dash_attn.Mask, tokens: int) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
 
-@pytest.mark.parametrize("cell", [50021, 65537, 30000001, 10**15])
+@pytest.mark.parametrize("cell", [50021, 65537, 30000001, 2**31 - 1])
 @pytest.mark.parametrize("tokens", [8, 300])
 def test_a_cell_larger_than_the_sequence_costs_no_memory(cell: int, tokens: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
