@@ -22,7 +22,7 @@ from dash_attn.api.arguments import (
 )
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
-from dash_attn.api.extras import Given, Seed
+from dash_attn.api.extras import Given, Seed, traced_extras
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras, Operands, Options
 from dash_attn.problem import Mask
@@ -309,7 +309,7 @@ def attend(
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced((q, k, v), cu, extras, plain_of(mask_of(asked), asked, with_lse))
+        return _traced((q, k, v), cu, traced_extras(extras, asked), plain_of(mask_of(asked), asked, with_lse))
     prepared = prepared_for(q, k, v, asked)
     sinks = None if extras is None else extras.sinks
     needs_grad = torch.is_grad_enabled() and (

@@ -28,8 +28,9 @@ DECIDES = ("backend", "forward", "tile", "fingerprint", "deterministic", "softwa
 class Explanation:
     """What a call runs. Packed sequences and panels of one length share a template; a batch has one.
 
-    `panels` is the number of panels of all sequences. It equals `sequences` if no sequence is cut. `workspace_bytes`
-    includes the fp32 dK and dV of panels.
+    `panels` is the number of panels of all sequences. It equals `sequences` if no sequence is cut. A negative side of
+    the window, and intervals that run as documents, cut a sequence too. `workspace_bytes` includes the fp32 dK and dV
+    of panels.
 
     Equal identities and equal inputs give equal bits of the output and the gradients. Equal fingerprints give equal
     bits of the gradients if `forward` and `software` are equal too.
@@ -103,7 +104,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "forward": backend.forward_provider(problem),
         "mask": str(problem.mask),
         "features": str(problem.features),
-        "sequences": len(problem.sequences),
+        "sequences": problem.given_sequences,
         "panels": len(problem.panel_table),
         "templates": len(plans),
         "tile": ", ".join(dict.fromkeys(str(backend.tile_shape(each.problem)) for each in plans)),

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import DTYPES, check_queries, check_tensor
+from dash_attn.api.arguments import DTYPES, Arguments, check_queries, check_tensor
 from dash_attn.backends import Extras
-from dash_attn.backends.dropout import SEEDS
+from dash_attn.backends.dropout import SEEDS, STEP
 from dash_attn.problem import Features
 
 Seed = int | Sequence[int] | Tensor
@@ -79,3 +79,14 @@ def seed_of(seed: Seed) -> Tensor:
     if not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < SEEDS for x in numbers):
         raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or one for each sequence; got {seed!r}")
     return torch.tensor(seed, dtype=torch.int64, device="cpu")
+
+
+def traced_extras(extras: Extras | None, asked: Arguments) -> Extras | None:
+    """The extras, with seeds for the documents that `traced_boundaries` makes: three of each sequence if it has unused
+    rows. The first of them holds all its weights."""
+    if extras is None or extras.seed is None or asked.cu_q is None or (asked.used_q is None and asked.used_k is None):
+        return extras
+    assert extras.seed.ndim == 0  # FlashAttention's functions, which have unused rows, draw it
+    number = torch.arange(len(asked.cu_q) - 1, device=extras.seed.device)
+    seeds = (extras.seed + number * STEP) & (SEEDS - 1)  # as seeds_of gives them
+    return extras._replace(seed=seeds.repeat_interleave(3))

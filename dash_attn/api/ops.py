@@ -32,7 +32,7 @@ class Posed(NamedTuple):
 
     left: int
     right: int
-    documents: list[int]  # cu_q, then cu_k
+    documents: list[int]  # Documents.numbers
     tiles: str  # cell_m, cell_n, rows, columns, bits in hexadecimal
     scale: float | None
     rows: str = ""  # RowIntervals.text. Operators take it last, so that graphs exported without it stay valid
@@ -43,14 +43,13 @@ class Posed(NamedTuple):
         return Posed(
             -1 if mask.left is None else mask.left,
             -1 if mask.right is None else mask.right,
-            [] if cu is None else [*cu.cu_q, *cu.cu_k],
+            [] if cu is None else cu.numbers(),
             "" if cells is None else f"{cells.cell_m} {cells.cell_n} {cells.shape[0]} {cells.shape[1]} {cells.bits}",
             None if scale is None else float(scale),
             "" if mask.rows is None else mask.rows.text,
         )
 
     def mask(self) -> Mask:
-        half = len(self.documents) // 2
         cells = None
         if self.tiles:
             cell_m, cell_n, rows, columns, bits = self.tiles.split(" ")
@@ -58,7 +57,7 @@ class Posed(NamedTuple):
         return Mask(
             None if self.left == -1 else self.left,
             None if self.right == -1 else self.right,
-            Documents(tuple(self.documents[:half]), tuple(self.documents[half:])) if half else None,
+            Documents.of_numbers(self.documents),
             cells,
             RowIntervals(self.rows) if self.rows else None,
         )

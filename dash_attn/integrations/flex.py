@@ -127,6 +127,12 @@ def _listed(numbers: Tensor, indices: Tensor, size: tuple[int, int]) -> Bools:
     count, column = numbers.cpu().numpy()[..., None], indices.cpu().numpy()
     listed = np.zeros((*column.shape[:3], size[1] + 1), bool)
     unused = np.arange(column.shape[-1]) >= count
+    strange = column[~unused & ((column < 0) | (column >= size[1]))]
+    if len(strange):
+        raise ValueError(
+            f"block_mask must name blocks of keys from 0 to {size[1] - 1}, got {strange[0]}: make it with the number "
+            "of keys that its blocks need"
+        )
     np.put_along_axis(listed, np.where(unused, size[1], column).astype(np.int64), True, -1)
     return listed[..., :-1]
 

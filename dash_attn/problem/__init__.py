@@ -14,7 +14,7 @@ from dash_attn.problem.mask import (
     window,
 )
 from dash_attn.problem.panels import Panel
-from dash_attn.problem.problem import Problem, Sequence
+from dash_attn.problem.problem import Origin, Problem, Sequence
 from dash_attn.problem.rows import RowIntervals
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Documents",
     "Features",
     "Mask",
+    "Origin",
     "Panel",
     "Problem",
     "RowIntervals",

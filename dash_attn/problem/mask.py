@@ -14,21 +14,33 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.problem.rows import Longs, RowIntervals
+from dash_attn.problem.numbers import Longs, array_of, boundaries, side, whole
+from dash_attn.problem.rows import RowIntervals
 
 Int32 = npt.NDArray[np.int32]
 Bool = npt.NDArray[np.bool_]
 
+MOST = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Documents:
-    """Boundaries of packed sequences. Document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1]."""
+    """Boundaries of packed sequences. Document d owns queries cu_q[d]:cu_q[d+1] and keys cu_k[d]:cu_k[d+1].
+
+    `within` are the sequences of the caller, if the documents are pieces of them. The seeds of dropout follow the
+    sequences of the caller.
+    """
 
     cu_q: tuple[int, ...]
     cu_k: tuple[int, ...]
+    within: Documents | None = None
 
     def __post_init__(self) -> None:
-        for name, cu in (("cu_seqlens_q", self.cu_q), ("cu_seqlens_k", self.cu_k)):
+        for field, name in (("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k")):
+            given = getattr(self, field)
+            cu = boundaries(name, given)
+            if cu is not given:
+                object.__setattr__(self, field, cu)
             if len(cu) < 2 or cu[0] != 0 or sorted(cu) != list(cu):
                 raise ValueError(
                     f"{name} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
@@ -38,6 +50,21 @@ class Documents:
                 f"cu_seqlens_q and cu_seqlens_k must name the same number of documents, "
                 f"got {len(self.cu_q) - 1} and {len(self.cu_k) - 1}"
             )
+
+    @staticmethod
+    def of_numbers(numbers: Sequence[int]) -> Documents | None:
+        """The way back of `numbers`. No numbers are no documents."""
+        if not numbers:
+            return None
+        size = -2 * min(0, numbers[0])  # of `within`
+        within = Documents.of_numbers(numbers[1 : size + 1])
+        own = tuple(numbers[size + 1 if size else 0 :])
+        return Documents(own[: len(own) // 2], own[len(own) // 2 :], within)
+
+    def numbers(self) -> list[int]:
+        """All boundaries as one list. Those of `within` come first, after the negative number of its boundaries."""
+        own = [*self.cu_q, *self.cu_k]
+        return own if self.within is None else [-len(self.within.cu_q), *self.within.numbers(), *own]
 
     def check_ends(self, len_q: int, len_k: int) -> None:
         """Raises a ValueError if the documents do not hold all queries and keys."""
@@ -53,17 +80,22 @@ class Documents:
         One document becomes up to three: the queries and keys that stay, the last queries without keys, and the last
         keys without queries. `last_q` and `last_k` have one number for each document.
         """
+        if not any(last_q) and not any(last_k):
+            return self
         cu_q, cu_k = [0], [0]
         for (_, end_q), (_, end_k), q, k in zip(pairwise(self.cu_q), pairwise(self.cu_k), last_q, last_k, strict=True):
             for more, row_q, row_k in ((True, end_q - q, end_k - k), (q > 0, end_q, end_k - k), (k > 0, end_q, end_k)):
                 if more:
                     cu_q.append(row_q)
                     cu_k.append(row_k)
-        return Documents(tuple(cu_q), tuple(cu_k))
+        return Documents(tuple(cu_q), tuple(cu_k), self.within or self)
 
     def __and__(self, other: Documents) -> Documents:
         if self == other:
             return self
+        within = None
+        if self.within or other.within:
+            within = (self.within or self) & (other.within or other)
         # Piece (a, b) holds the tokens that are in document a of one mask and in document b of the other. Along both
         # axes a + b never decreases, so pieces sorted by a + b are contiguous in queries and in keys.
         pieces: dict[tuple[int, int], list[int]] = {}
@@ -77,7 +109,7 @@ class Documents:
         # Masks over no tokens have no pieces; the result is then one empty document.
         lengths = [pieces[key] for key in sorted(pieces, key=lambda ab: (ab[0] + ab[1], ab[0]))] or [[0, 0]]
         cu = np.cumsum([[0, 0], *lengths], axis=0)
-        return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()))
+        return Documents(tuple(cu[:, 0].tolist()), tuple(cu[:, 1].tolist()), within)
 
 
 @dataclass(frozen=True)
@@ -92,14 +124,25 @@ class TileMask:
     shape: tuple[int, int]
     bits: str
 
+    def __post_init__(self) -> None:
+        for name in ("cell_m", "cell_n"):
+            object.__setattr__(self, name, whole(name, getattr(self, name), "a whole number of tokens, at least 1"))
+        if self.cell_m < 1 or self.cell_n < 1:
+            raise ValueError(f"tile mask cells must be at least 1x1, got {self.cell_m}x{self.cell_n}")
+        if max(self.cell_m, self.cell_n) > MOST:  # tokens are counted in 32 bits
+            raise ValueError(f"tile mask cells must be at most {MOST} long, got {self.cell_m}x{self.cell_n}")
+
     @staticmethod
     def of(cells: npt.ArrayLike, cell_m: int, cell_n: int) -> TileMask:
-        matrix = np.asarray(cells, dtype=bool)
+        expected = "be a matrix (q tiles, kv tiles) of True and False, or of 1 and 0"
+        matrix = array_of("cells", cells, expected)
         if matrix.ndim != 2:
-            raise ValueError(f"a tile mask is a matrix (q tiles, kv tiles), got {matrix.ndim} dimensions")
-        if cell_m < 1 or cell_n < 1:
-            raise ValueError(f"tile mask cells must be at least 1x1, got {cell_m}x{cell_n}")
-        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), np.packbits(matrix).tobytes().hex())
+            raise ValueError(f"cells must {expected}, got {matrix.ndim} dimensions")
+        # Floats that are added to scores have 0 where a mask has True.
+        if matrix.dtype.kind not in "biuf" or (matrix.dtype.kind == "f" and not np.isin(matrix, (0, 1)).all()):
+            raise ValueError(f"cells must {expected}, got other values of {matrix.dtype}")
+        bits = np.packbits(matrix.astype(bool)).tobytes().hex()
+        return TileMask(cell_m, cell_n, (matrix.shape[0], matrix.shape[1]), bits)
 
     def cells(self) -> Bool:
         flat = np.unpackbits(np.frombuffer(bytes.fromhex(self.bits), np.uint8), count=self.shape[0] * self.shape[1])
@@ -132,11 +175,15 @@ class Mask:
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
-            value = getattr(self, name)
+            value = side(name, getattr(self, name))
+            if value is not getattr(self, name):
+                object.__setattr__(self, name, value)
             if value == -1:  # the functions and the operators take it for no limit
                 raise ValueError(f"window {name} must be None (no limit), at least 0 or below -1, got {value}")
 
     def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
         return Mask(
             _smaller(self.left, other.left),
             _smaller(self.right, other.right),
@@ -196,7 +243,9 @@ class Mask:
         for parts in (whole, _blocks(lo, hi) if len_q == len_k and self.tiles is None else whole):
             band = _window_inside(parts, lo, hi)
             if band is not None:
-                return replace(band, documents=None if parts == whole else parts, tiles=self.tiles)
+                return replace(
+                    band, documents=None if parts == whole else replace(parts, within=whole), tiles=self.tiles
+                )
         return Mask(tiles=self.tiles, rows=RowIntervals.of(lo, hi))
 
     def intervals(self, len_q: int, len_k: int) -> tuple[Int32, Int32]:
@@ -204,7 +253,7 @@ class Mask:
         parts = self.documents or Documents((0, len_q), (0, len_k))
         parts.check_ends(len_q, len_k)
         far = len_q + len_k  # a limit that no pair reaches
-        left, right = (far if side is None else max(-far, min(side, far)) for side in (self.left, self.right))
+        left, right = (far if x is None else max(-far, min(x, far)) for x in (self.left, self.right))
         cu_q, cu_k = np.array(parts.cu_q), np.array(parts.cu_k)
         rows = np.diff(cu_q)
         begin, end = np.repeat(cu_k[:-1], rows), np.repeat(cu_k[1:], rows)
@@ -218,14 +267,25 @@ class Mask:
             hi = np.maximum(lo, np.minimum(hi, last))
         return lo.astype(np.int32), hi.astype(np.int32)
 
+    def unseeing(self, len_q: int, len_k: int) -> Bool:
+        """Which query rows see no key."""
+        lo, hi = self.intervals(len_q, len_k)
+        if self.tiles is None:
+            return np.asarray(lo == hi)
+        shown = np.pad(self.tiles.cells().cumsum(1), ((0, 0), (1, 0)))  # cells of a row before each cell
+        row, size = np.arange(len_q) // self.tiles.cell_m, self.tiles.cell_n
+        return np.asarray((lo == hi) | (shown[row, -(-hi // size)] == shown[row, lo // size]))
+
     def dense(self, len_q: int, len_k: int) -> Bool:
         """The mask element by element, for tests and small references."""
         lo, hi = self.intervals(len_q, len_k)
         key = np.arange(len_k)
         allowed: Bool = (key >= lo[:, None]) & (key < hi[:, None])
         if self.tiles is not None:
-            cells = self.tiles.cells().repeat(self.tiles.cell_m, 0).repeat(self.tiles.cell_n, 1)
-            allowed &= cells[:len_q, :len_k]
+            if not self.tiles.covers(len_q, len_k):
+                raise ValueError(f"mask {self} does not cover {len_q} queries x {len_k} keys")
+            row = np.arange(len_q)[:, None]  # repeated cells would need memory for tokens that do not exist
+            allowed &= self.tiles.cells()[row // self.tiles.cell_m, key // self.tiles.cell_n]
         return allowed
 
     def __str__(self) -> str:
@@ -254,6 +314,7 @@ def window(left: int | None, right: int | None) -> Mask:
     A side below -1 is counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two
     negative sides mean no limits, as in FlashAttention.
     """
+    left, right = side("left", left), side("right", right)
     if left is not None and right is not None and left < 0 and right < 0:
         return FULL
     return Mask(None if left == -1 else left, None if right == -1 else right)
@@ -265,8 +326,8 @@ def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal:
     `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys. Without `cu_k` both
     are equal.
     """
-    first = tuple(map(int, np.asarray(cu_q).tolist()))
-    second = first if cu_k is None else tuple(map(int, np.asarray(cu_k).tolist()))
+    first = boundaries("cu_seqlens_q", cu_q)
+    second = first if cu_k is None else boundaries("cu_seqlens_k", cu_k)
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 

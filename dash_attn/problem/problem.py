@@ -15,7 +15,8 @@ from dash_attn.problem.panels import Panel, cut
 
 
 class Sequence(NamedTuple):
-    """Queries and keys that meet: one batch entry, or one document of it.
+    """Queries and keys that meet: one batch entry, or one document of it. A document can be a piece of a sequence that
+    the caller has given: see Origin.
 
     Rows are counted in the tensors flattened over the batch. Query rows are q_row .. q_row + len_q - 1.
     """
@@ -24,6 +25,15 @@ class Sequence(NamedTuple):
     k_row: int
     len_q: int
     len_k: int
+
+
+class Origin(NamedTuple):
+    """Where a Sequence comes from: the number of the caller's sequence, and the places of its first query and of its
+    first key there."""
+
+    number: int
+    row: int
+    key: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +148,26 @@ class Problem:
     def sequences(self) -> tuple[Sequence, ...]:
         """The documents of each batch entry. Without documents, the batch entries."""
         return tuple(map(Sequence._make, self.sequence_table.tolist()))
+
+    @property
+    def given_sequences(self) -> int:
+        """The number of sequences that the caller has given. Documents can be pieces of them."""
+        cuts = self.mask.documents
+        return self.batch * (1 if cuts is None else len((cuts.within or cuts).cu_q) - 1)
+
+    @cached_property
+    def origins(self) -> tuple[Origin, ...]:
+        """For each of `sequences`, where it comes from."""
+        cuts = self.mask.documents
+        if cuts is None or cuts.within is None:
+            return tuple(Origin(number, 0, 0) for number in range(len(self.sequence_table)))
+        given, own = ([np.array(x) for x in (each.cu_q, each.cu_k)] for each in (cuts.within, cuts))
+        count = len(given[0]) - 1
+        # A piece without queries or without keys has no weights, so it may be in any sequence.
+        number = np.clip(np.searchsorted(given[0], own[0][:-1], "right") - 1, 0, count - 1)
+        row, key = (np.maximum(0, mine[:-1] - cu[number]) for mine, cu in zip(own, given, strict=True))
+        pieces = np.stack([number, row, key], 1).tolist()
+        return tuple(Origin(batch * count + n, *places) for batch in range(self.batch) for n, *places in pieces)
 
     @cached_property
     def panel_table(self) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Longs = npt.NDArray[np.int64]
+from dash_attn.problem.numbers import Longs, whole, whole_row
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class RowIntervals:
 
     @staticmethod
     def by(function: Callable[[int], tuple[int, int]], len_q: int) -> RowIntervals:
-        pairs = [function(row) for row in range(len_q)]
+        queries = whole("len_q", len_q, "the number of queries, a whole number")
+        if queries < 0:
+            raise ValueError(f"len_q must be the number of queries, at least 0; got {queries}")
+        pairs = [function(row) for row in range(queries)]
         for row, pair in enumerate(pairs):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ValueError(
@@ -64,10 +67,4 @@ class RowIntervals:
 
 
 def _whole(name: str, given: npt.ArrayLike) -> Longs:
-    array = np.asarray(given.cpu() if hasattr(given, "cpu") else given)  # a tensor may be on a GPU
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"{name} must have one whole number for each query, got {array.ndim} dimensions of {array.dtype}"
-        )
-    whole: Longs = np.clip(array, -(2**31), 2**31 - 1).astype(np.int64)
-    return whole
+    return np.clip(whole_row(name, given, "have one whole number for each query"), -(2**31), 2**31 - 1)

@@ -44,6 +44,10 @@ LIMITS = Limits()
 def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
     """Write the program. Its fingerprint goes into the header, so that `load` notices damage. `extra` arrays are stored
     beside the tables under their own names; `load` ignores them."""
+    if not isinstance(program, Program):
+        raise ValueError(
+            f"program must be a dash_attn Program, as dash_attn.load reads it; got {type(program).__name__}"
+        )
     header = {
         "format": FORMAT,
         "geometry": asdict(program.geometry),

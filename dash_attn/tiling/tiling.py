@@ -161,10 +161,11 @@ def _rows_of_tiles(band: Ints, first: Ints, end: Ints, num_kv: int) -> Ints:
 def _allowed(problem: Problem, shape: TileShape, grid_shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
     cells = problem.mask.tiles
     assert cells is not None
-    if cells.cell_m % shape.m or cells.cell_n % shape.n:
+    # A cell that holds all tokens has no border inside, so every tile fits it.
+    if (cells.shape[0] > 1 and cells.cell_m % shape.m) or (cells.shape[1] > 1 and cells.cell_n % shape.n):
         raise ValueError(
             f"tile mask cells of {cells.cell_m}x{cells.cell_n} must be multiples of the tile {shape}: "
             "choose a tile that divides them"
         )
-    wide = cells.cells().repeat(cells.cell_m // shape.m, 0).repeat(cells.cell_n // shape.n, 1)
-    return wide[: grid_shape[0], : grid_shape[1]].astype(np.uint8)
+    rows, columns = np.arange(grid_shape[0]) * shape.m, np.arange(grid_shape[1]) * shape.n
+    return cells.cells()[(rows // cells.cell_m)[:, None], columns // cells.cell_n].astype(np.uint8)

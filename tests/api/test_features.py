@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from dash_attn.api import attention, backward, flash_attn_varlen_func, ops
 from dash_attn.api.arguments import Arguments
 from dash_attn.api.attention import prepared_for
 from dash_attn.api.explain import explain
+from dash_attn.api.extras import drawn_seed
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras
-from dash_attn.problem import CAUSAL, Features, Problem
+from dash_attn.backends.dropout import kept, row_words
+from dash_attn.problem import CAUSAL, FULL, Features, Problem, documents, intervals_by_row, window
 from dash_attn.tools.bench.operands import exact
 
 LENGTH = 70
@@ -88,6 +92,14 @@ def test_a_gradient_of_one_result(needed: str) -> None:
         wanted = torch.autograd.grad(scores.masked_fill(hidden, -math.inf).logsumexp(-1).sum(), inputs[:2])
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(first, wanted, strict=False))
         assert not first[2].any()
+
+
+def test_a_gradient_of_lse_in_rows_without_keys_is_dropped() -> None:
+    """The derivative of logaddexp(-inf, -inf) is NaN."""
+    q, k, v = (torch.randn(1, seqlen, 1, 8, requires_grad=True) for seqlen in (10, 4, 4))
+    _, lse = attention(q, k, v, causal=True, return_lse=True)
+    grads = torch.autograd.grad(torch.logaddexp(lse, torch.full_like(lse, -math.inf))[..., 6:].sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads) and grads[1].any() and not grads[0][:, :6].any()
 
 
 def test_sinks_alone_can_need_a_gradient() -> None:
@@ -178,6 +190,75 @@ def test_the_seed_comes_from_torchs_generator() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
+PIECES: dict[str, dict[str, Any]] = {
+    "negative right side": {"window": (10, -3)},
+    "negative left side": {"window": (-4, 20)},
+    "chunks": {"mask": intervals_by_row(lambda row: (row // 20 * 20, row + 1), LENGTH)},
+    "chunks in panels": {"mask": intervals_by_row(lambda row: (row // 20 * 20, row + 1), LENGTH), "panels": 2},
+    "documents": {"mask": documents([0, 30, LENGTH]), "window": (10, -3)},
+}
+
+
+def by_hand(inputs: list[Tensor], dense: np.ndarray, ends: list[int], seeds: list[int]) -> list[Tensor]:
+    """out and gradients in float64. Dropout counts rows and keys in the sequences, which `ends` cut each entry into."""
+    inputs = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
+    p = scores.masked_fill(~torch.from_numpy(dense), -math.inf).softmax(-1).nan_to_num()
+    keep = torch.zeros_like(p)
+    for number, seed in enumerate(seeds):
+        entry, place = divmod(number, len(ends) - 1)
+        part = slice(ends[place], ends[place + 1])
+        places = np.arange(part.stop - part.start, dtype=np.uint32)
+        for head in range(4):
+            words = row_words(seed, head, 0, len(places))
+            keep[entry, head, part, part] = torch.from_numpy(kept(words, places, 0.3) / 0.7)
+    out = (p * keep @ v.repeat_interleave(2, 1)).transpose(1, 2)
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), inputs)]
+
+
+@pytest.mark.parametrize("call", PIECES.values(), ids=PIECES)
+def test_seeds_follow_the_sequences_of_the_caller(call: dict[str, Any]) -> None:
+    """A sequence that is split inside counts its rows and keys as it does whole."""
+    inputs = leaves()
+    mask = call.get("mask", FULL) & window(*call.get("window", (None, None)))
+    ends = [0, 30, LENGTH] if mask.documents else [0, LENGTH]
+    assert explain(*inputs, **call).sequences == 2 * (len(ends) - 1)
+    for seed in (7, list(range(3, 2 * len(ends) + 1))):
+        seeds = seed if isinstance(seed, list) else [seed + number * 2**32 for number in range(2 * len(ends) - 2)]
+        out = attention(*inputs, dropout=0.3, seed=seed, **call)
+        got = [out.detach(), *torch.autograd.grad(out.sin().sum(), inputs)]
+        want = by_hand(inputs, mask.dense(LENGTH, LENGTH), ends, seeds)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=f"one for each of the {2 * len(ends) - 2} sequences; got 1 numbers"):
+        attention(*inputs, dropout=0.3, seed=[1], **call)
+
+
+@pytest.mark.parametrize("call", PIECES.values(), ids=PIECES)
+def test_a_batch_entry_has_the_bits_that_it_has_alone(call: dict[str, Any]) -> None:
+    inputs, count = leaves(), 2 if "window" in call and "mask" in call else 1
+    both = attention(*inputs, dropout=0.3, seed=7, **call)
+    alone = attention(*(x[1:] for x in inputs), dropout=0.3, seed=7 + count * 2**32, **call)
+    assert torch.equal(both[1:], alone)
+
+
+def unused(inputs: list[Tensor], seed: int = 3, **call: Any) -> Tensor:
+    torch.manual_seed(seed)
+    out: Tensor = flash_attn_varlen_func(*inputs, CU, CU, dropout_p=0.3, **call)
+    return out
+
+
+def test_unused_rows_of_a_neighbour_change_no_seed() -> None:
+    inputs = leaves(packed=True)
+    want = unused(inputs)
+    for used in ({"seqused_q": [20, 40]}, {"seqused_k": [30, 40]}, {"seqused_q": [0, 40], "seqused_k": [5, 40]}):
+        assert torch.equal(unused(inputs, **used)[30:], want[30:])
+    torch.manual_seed(3)
+    first = attention(*(x[:20] for x in inputs), cu_seqlens=[0, 20], dropout=0.3, seed=drawn_seed())
+    assert torch.equal(unused(inputs, seqused_q=[20, 40], seqused_k=[20, 40])[:20], first)
+
+
 def test_dropout_on_average_changes_nothing() -> None:
     inputs = [x.detach() for x in leaves()]
     plain = attention(*inputs)
@@ -220,6 +301,41 @@ def test_compiled_gives_the_bits_of_eager(
     inputs = leaves(packed=cu is not None, dim_v=24)
     arguments = {**call, "cu_seqlens": cu, "causal": True}
     assert same(results(attention, inputs, **arguments), results(compiled(attention), inputs, **arguments))
+
+
+@pytest.mark.parametrize("call", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("seed", [7, [3, 4]], ids=str)
+def test_pieces_have_the_same_seeds_everywhere(
+    call: dict[str, Any], seed: int | list[int], compiled: Callable[..., Any]
+) -> None:
+    """Compiled, and where a dispatch mode looks at the operators."""
+    inputs, arguments = leaves(), {**call, "dropout": 0.3, "seed": seed}
+    if "window" in call and "mask" in call and isinstance(seed, list):
+        arguments["seed"] = seed * 2
+    want = results(attention, inputs, **arguments)
+    assert same(want, results(compiled(attention), inputs, **arguments))
+    with FlopCounterMode(display=False):
+        assert same(want, results(attention, inputs, **arguments))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (20, -2)], ids=str)
+def test_unused_rows_have_the_same_seeds_everywhere(window: tuple[int, int], compiled: Callable[..., Any]) -> None:
+    inputs, used = leaves(packed=True), torch.tensor([20, 40], dtype=torch.int32)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        call: dict[str, Any] = {"seqused_q": used, "seqused_k": used, "window_size": window}
+        out: Tensor = flash_attn_varlen_func(q, k, v, CU, CU, dropout_p=0.3, **call)
+        return out
+
+    def bits(function: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(3)
+        out = function(*inputs)
+        return [out.detach(), *torch.autograd.grad(out.sin().sum(), inputs)]
+
+    want = bits(run)
+    assert same(want, bits(compiled(run)))
+    with FlopCounterMode(display=False):
+        assert same(want, bits(run))
 
 
 def test_compiled_seeds_change_without_compiling_again(compiled: Callable[..., Any]) -> None:

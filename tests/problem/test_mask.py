@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,13 @@ def test_intervals_are_the_rows_of_dense(drawn: tuple[Mask, int, int]) -> None:
     np.testing.assert_array_equal((key >= lo[:, None]) & (key < hi[:, None]), without_tiles)
 
 
+@examples(200)
+@given(masks_with_lengths())
+def test_unseeing_rows_are_empty_in_dense(drawn: tuple[Mask, int, int]) -> None:
+    mask, len_q, len_k = drawn
+    np.testing.assert_array_equal(mask.unseeing(len_q, len_k), ~mask.dense(len_q, len_k).any(1))
+
+
 @examples(300)
 @given(masks_with_lengths())
 def test_documents_replace_negative_sides(drawn: tuple[Mask, int, int]) -> None:
@@ -94,8 +102,24 @@ def test_negative_sides() -> None:
 
 def test_rows_set_apart() -> None:
     """Each document keeps its first rows; the rest has no partner."""
-    parts = Documents((0, 4, 7), (0, 5, 5)).set_apart([1, 0], [2, 0])
-    assert parts == Documents((0, 3, 4, 4, 7), (0, 3, 3, 5, 5))
+    whole = Documents((0, 4, 7), (0, 5, 5))
+    parts = whole.set_apart([1, 0], [2, 0])
+    assert parts == Documents((0, 3, 4, 4, 7), (0, 3, 3, 5, 5), whole)
+    assert parts.set_apart([1, 0, 0, 2], [0, 0, 0, 0]).within == whole and whole.set_apart([0, 0], [0, 0]) is whole
+
+
+def test_pieces_meet_as_their_sequences_do() -> None:
+    whole, others = Documents((0, 4, 4, 9), (0, 4, 4, 9)), Documents((0, 6, 9), (0, 6, 9))
+    parts = whole.set_apart([1, 0, 0], [0, 0, 2])
+    assert (parts & whole).within == whole and (parts & others).within == whole & others == (others & parts).within
+    assert (parts & parts) is parts
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_documents_as_numbers(last: int) -> None:
+    documents = Documents((0, 4, 7), (0, 5, 5)).set_apart([last, 0], [0, 0])
+    assert Documents.of_numbers(documents.numbers()) == documents
+    assert Documents.of_numbers([]) is None
 
 
 def test_causal_is_aligned_at_the_bottom_right() -> None:
@@ -188,11 +212,11 @@ def test_recognised_masks() -> None:
     assert intervals(0 * row, row + 1).without_rows(8, 12) == window(None, -4)
     assert intervals(0 * row, 0 * row + 8).without_rows(8, 8) == FULL
     assert (intervals(row - 2, 0 * row + 9) & CAUSAL).without_rows(8, 8) == window(2, 0)
-    assert intervals(row // 4 * 4, row + 1).without_rows(8, 8) == documents([0, 4, 8], causal=True)
+    chunks, whole = intervals(row // 4 * 4, row + 1).without_rows(8, 8), Documents((0, 8), (0, 8))
+    assert chunks == CAUSAL & Mask(documents=Documents((0, 4, 8), (0, 4, 8), whole))
     padded = np.where(row < 2, 0, row + 1)  # the first two queries see nothing, and nobody sees their keys
-    assert intervals(np.maximum(row // 4 * 4, 2), padded).without_rows(8, 8) == documents(
-        [0, 2, 2, 4, 8], [0, 0, 2, 4, 8], causal=True
-    )
+    chunks = intervals(np.maximum(row // 4 * 4, 2), padded).without_rows(8, 8)
+    assert chunks == CAUSAL & Mask(documents=Documents((0, 2, 2, 4, 8), (0, 0, 2, 4, 8), whole))
     assert intervals(0 * row, 0 * row).without_rows(8, 8).is_blind
     prefix = intervals(0 * row, np.maximum(row + 1, 3))
     assert prefix.without_rows(8, 8) == prefix
@@ -267,6 +291,8 @@ def test_errors_say_what_was_wrong() -> None:
         tiles(np.zeros((1, 1, 1)), 1, 1)
     with pytest.raises(ValueError, match="at least 1x1, got 0x4"):
         tiles(np.zeros((1, 1)), 0, 4)
+    with pytest.raises(ValueError, match="at most 2147483647 long, got 4x2147483648"):
+        tiles(np.zeros((1, 1)), 4, 2**31)
     with pytest.raises(ValueError, match=r"only on one grid, got \(1x1 of 2x2\) and \(1x2 of 2x2\)"):
         tiles([[1]], 2, 2) & tiles([[1, 1]], 2, 2)
     with pytest.raises(ValueError, match="cannot intersect documents over 3 and 4 tokens"):
@@ -285,3 +311,96 @@ def test_errors_say_what_was_wrong() -> None:
         intervals([0, 0], [1, 1]) & intervals([0, 0, 0], [1, 1, 1])
     with pytest.raises(ValueError, match="3 of 4 queries, 3 of 4 keys"):
         documents([0, 3]).dense(4, 4)
+
+
+@pytest.mark.parametrize("five", [np.int64(5), np.array(5), np.uint8(5), torch.tensor(5), torch.tensor(5).short()])
+def test_numbers_become_plain_ints(five: Any) -> None:
+    """Equal masks have equal texts, whichever kind of number comes first."""
+    ends = [0, five, torch.tensor(9)]
+    pairs = [
+        (window(five, 0), window(5, 0)),
+        (window(None, five), Mask(right=5)),
+        (Mask(five, five), Mask(5, 5)),
+        (documents(ends), documents([0, 5, 9])),
+        (tiles([[1]], five, five), tiles([[1]], 5, 5)),
+        (intervals_by_row(lambda row: (0, row), five), intervals([0] * 5, range(5))),
+    ]
+    for got, want in pairs:
+        assert got == want and repr(got) == repr(want)
+    assert repr(Documents((0, five), (0, five))) == repr(Documents((0, 5), (0, 5)))
+    assert window(np.int64(-1), torch.tensor(-1)) == FULL
+
+
+@pytest.mark.parametrize(
+    "cu", [torch.tensor([0, 5]), torch.tensor([0, 5], dtype=torch.uint8), np.array([0, 5], np.uint64), range(0, 6, 5)]
+)
+def test_rows_of_numbers(cu: Any) -> None:
+    assert repr(documents(cu)) == repr(documents([0, 5])) and intervals(cu, cu) == intervals([0, 5], [0, 5])
+
+
+def test_huge_numbers_are_cut() -> None:
+    most = np.array([2**64 - 1], np.uint64)
+    assert intervals([0], most) == intervals([0], [2**63 - 1]) == intervals([0], [2**31 - 1])
+
+
+NO_NUMBERS = (True, np.True_, torch.tensor(True), 5.0, np.float32(5), torch.tensor(5.0), float("nan"), "5", [5], (), {})
+
+
+@pytest.mark.parametrize("given_", NO_NUMBERS, ids=repr)
+def test_what_is_no_whole_number_is_refused(given_: Any) -> None:
+    for make, name in (
+        (lambda x: window(x, 0), "window left must be a whole number, or None for no limit"),
+        (lambda x: window(0, x), "window right must be a whole number, or None"),
+        (lambda x: Mask(right=x), "window right must be a whole number, or None"),
+        (lambda x: tiles([[1]], x, 64), "cell_m must be a whole number of tokens, at least 1"),
+        (lambda x: tiles([[1]], 64, x), "cell_n must be a whole number of tokens, at least 1"),
+        (lambda x: intervals_by_row(lambda row: (0, 1), x), "len_q must be the number of queries, a whole number"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.* got "):
+            make(given_)
+
+
+NO_ROWS = ([0, 2.7, 64], [0, True], [False, True], "08", 5, None, [[0, 8]], [[0], [1, 2]], [0, None], {0: 8}, [0, "8"])
+
+
+@pytest.mark.parametrize("given_", NO_ROWS, ids=repr)
+def test_what_is_no_row_of_whole_numbers_is_refused(given_: Any) -> None:
+    for make, name in (
+        (documents, "cu_seqlens_q must be a list of whole numbers, 0 and the end of each document"),
+        (lambda x: Documents((0, 8), x), "cu_seqlens_k must be a list of whole numbers"),
+        (lambda x: intervals(x, [1, 2]), "first must have one whole number for each query"),
+        (lambda x: intervals([0, 0], x), "end must have one whole number for each query"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}.* got "):
+            make(given_)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.complex64])
+def test_tensors_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    row = torch.ones(2, dtype=dtype)
+    rows = [row, row.requires_grad_()] if dtype.is_floating_point else [row]
+    for each in rows:
+        with pytest.raises(ValueError, match="first must have one whole number for each query, got"):
+            intervals(each, [1, 2])
+        with pytest.raises(ValueError, match="cu_seqlens_q must be a list of whole numbers"):
+            documents(each)
+
+
+def test_cells() -> None:
+    expected = tiles([[True, False]], 4, 4)
+    for cells in ([[1, 0]], np.array([[1.0, 0.0]]), torch.tensor([[1.0, 0.0]], requires_grad=True)):
+        assert tiles(cells, 4, 4) == expected
+    for wrong in (torch.ones(1, 2).bfloat16(), [["a", "b"]], [[1], [1, 0]], [[0.0, -float("inf")]], [[None, 1]], 5):
+        with pytest.raises(ValueError, match=r"cells must be a matrix \(q tiles, kv tiles\) of True and False"):
+            tiles(wrong, 4, 4)  # type: ignore[arg-type]
+
+
+def test_a_function_of_rows_has_a_number_of_rows() -> None:
+    with pytest.raises(ValueError, match="len_q must be the number of queries, at least 0; got -3"):
+        intervals_by_row(lambda row: (0, 1), -3)
+
+
+@pytest.mark.parametrize("other", [True, None, 3, documents([0, 4]).documents])
+def test_a_mask_meets_only_masks(other: Any) -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        CAUSAL & other

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.problem import CAUSAL, Features, Problem, documents, tiles, window
+from dash_attn.problem import CAUSAL, Features, Problem, documents, intervals_by_row, tiles, window
 from tests.strategies import document_masks, examples
 
 
@@ -62,6 +62,23 @@ def test_documents_of_each_batch_entry_are_sequences() -> None:
     assert problem.sequences == (*first, *((q + 8, k + 6, *lengths) for q, k, *lengths in first))
     alone = problem.alone(problem.sequences[0])
     assert alone == Problem(1, 4, 2, 3, 4, 64, "float16", 0.3, window(2, 0))
+
+
+def test_pieces_of_sequences_know_their_places() -> None:
+    """Where queries meet keys, the places are those in the sequence of the caller."""
+    problem = Problem(2, 1, 1, 8, 8, mask=window(10, -3).without_negative_sides(8, 8))
+    assert problem.given_sequences == 2 and [origin.number for origin in problem.origins] == [0, 0, 1, 1]
+    pack = (documents([0, 3, 8]) & window(-2, 20)).without_negative_sides(8, 8)
+    problem = Problem(2, 1, 1, 8, 8, mask=pack)
+    assert problem.given_sequences == 4
+    met = [origin for origin, each in zip(problem.origins, problem.sequences, strict=True) if each.len_q and each.len_k]
+    assert met == [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]
+    chunks = intervals_by_row(lambda row: (row // 4 * 4, row + 1), 10).without_rows(10, 10)
+    problem = Problem(2, 1, 1, 10, 10, mask=chunks)
+    assert problem.given_sequences == 2
+    assert problem.origins == tuple((batch, row, row) for batch in range(2) for row in (0, 4, 8))
+    plain = Problem(2, 1, 1, 8, 8, mask=documents([0, 3, 8]))
+    assert plain.given_sequences == 4 and plain.origins == tuple((number, 0, 0) for number in range(4))
 
 
 @examples(100)

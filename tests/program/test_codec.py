@@ -309,3 +309,10 @@ def test_a_program_that_is_whole_but_wrong_loads_and_is_refused_by_verify(tmp_pa
     save(dataclasses.replace(program, runs=runs), tmp_path / "wrong.npz")
     with pytest.raises(VerifyError, match="turns are no permutation"):
         verify(load(tmp_path / "wrong.npz"))
+
+
+@pytest.mark.parametrize("program", ["x", None, 3])
+def test_only_programs_are_saved(program: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"program must be a dash_attn Program, .* got "):
+        save(program, tmp_path / "p.npz")
+    assert not list(tmp_path.iterdir())

@@ -72,6 +72,14 @@ def test_zero_lengths(lengths: tuple[int, int]) -> None:
     assert tiling.is_staircase
 
 
+@pytest.mark.parametrize("cell", [300, 65537, 2**31 - 1])
+def test_a_cell_that_holds_all_tokens_takes_every_tile(cell: int) -> None:
+    mask = tiles([[1]], cell, cell) & CAUSAL
+    check(Problem(1, 1, 1, 300, 300, mask=mask), TileShape(64, 128))
+    check(Problem(1, 1, 1, 300, 300, mask=tiles([[1], [0], [1]], 128, cell)), TileShape(64, 96))
+    assert not tile(Problem(1, 1, 1, 300, 300, mask=tiles([[0]], cell, cell)), TileShape(64, 128)).state.any()
+
+
 # ---- what a tiling says about its shape --------------------------------------------------------------------
 
 

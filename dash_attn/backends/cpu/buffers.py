@@ -36,12 +36,14 @@ class QueryTile:
 
 @dataclass(frozen=True, eq=False)
 class KeyTile:
-    """Rows of one (batch, kv head). `index` has their key numbers. The results go to `dk` and `dv`."""
+    """Rows of one (batch, kv head). `index` has their key numbers, and `places` those that dropout counts. The results
+    go to `dk` and `dv`."""
 
     k: Tensor
     k_t: Tensor
     v_t: Tensor
     index: Tensor
+    places: Tensor
     dk: Tensor
     dv: Tensor
 
@@ -77,25 +79,28 @@ class Buffers:
         ]
         if softmax is not None and softmax.seeds:
             queries.append(_words(problem, softmax))
-        index = torch.from_numpy(np.arange(problem.len_k, dtype=np.int32)).expand(k.shape[:3])
+        numbers = torch.from_numpy(np.arange(problem.len_k, dtype=np.int32))
+        offset = 0 if softmax is None else softmax.key
+        index, places = (x.expand(k.shape[:3]) for x in (numbers, numbers + offset if offset else numbers))
         parts, dk, dv = None, grads.dk.transpose(1, 2), grads.dv.transpose(1, 2)
         if g.share > 1:
             shapes = [(problem.batch, g.heads_kv, problem.len_k, dim) for dim in (problem.dim, problem.dim_v)]
             dk, dv = parts = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes]
-        shared = (_tiles(x, g.tile_n, g.share) for x in (k, v, index))
+        shared = (_tiles(x, g.tile_n, g.share) for x in (k, v, index, places))
         keys = (*shared, _tiles(dk, g.tile_n), _tiles(dv, g.tile_n))
         buffers = Buffers(
             [QueryTile(*fields) for fields in zip(*(_tiles(x, g.tile_m) for x in queries), strict=True)],
-            [KeyTile(k, k.t(), v.t(), index, dk, dv) for k, v, index, dk, dv in zip(*keys, strict=True)],
+            [KeyTile(k, k.t(), v.t(), *others) for k, v, *others in zip(*keys, strict=True)],
             parts,
         )
         dlse = None if softmax is None else softmax.dlse
+        unseeing = torch.from_numpy(problem.mask.unseeing(problem.len_q, problem.len_k))[:, None]
         heads = ((b, h) for b in range(problem.batch) for h in range(problem.heads_q))
         return buffers, [
             *copies(operands.q, q, problem.softmax_scale),
             *copies(operands.k, k),
             *copies(operands.v, v),
-            *(partial(_fill, operands, dlse, RowPlanes(dout, lse, delta), *at) for at in heads),
+            *(partial(_fill, operands, dlse, RowPlanes(dout, lse, delta), unseeing, *at) for at in heads),
         ]
 
 
@@ -118,8 +123,8 @@ class RowPlanes(NamedTuple):
     delta: Tensor
 
 
-def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, batch: int, head: int) -> None:
-    """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head)."""
+def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, unseeing: Tensor, batch: int, head: int) -> None:
+    """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head). `unseeing` rows see no key."""
     dout, lse, delta = (x[batch, head] for x in into)
     dout.copy_(operands.dout[batch, :, head])
     lse.copy_(operands.lse[batch, head].unsqueeze(-1))
@@ -127,3 +132,7 @@ def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, batch: int, 
     delta.copy_(out.copy_(operands.out[batch, :, head]).mul_(dout).sum(-1, keepdim=True))
     if dlse is not None:
         delta.sub_(dlse[batch, head].unsqueeze(-1))
+    if unseeing.any():
+        # P is 0 in such a row. NaN or inf times 0 would be NaN in dK and dV of all keys in the tile.
+        for x in (dout, delta):
+            x.masked_fill_(unseeing & ~x.isfinite(), 0.0)

@@ -82,12 +82,14 @@ class Row:
 
     sink   where the softmax starts, for powers of 2
     words  of dropout, int32 (rows, 2)
+    key    the place of the first key, for dropout
     """
 
     sink: float = -math.inf
     softcap: float = 0.0
     dropout: float = 0.0
     words: Tensor | None = None
+    key: int = 0
 
     @staticmethod
     def of(problem: Problem, softmax: Softmax | None, batch: int, head: int, rows: slice) -> Row:
@@ -95,7 +97,8 @@ class Row:
         if softmax is None:
             return Row(softcap=softcap) if softcap else PLAIN
         sink = -math.inf if softmax.sinks is None else float(softmax.sinks[head]) / math.log(2)
-        return Row(sink, softcap, dropout, softmax.words(batch, head, rows) if dropout else None)
+        words = softmax.words(batch, head, rows) if dropout else None
+        return Row(sink, softcap, dropout, words, softmax.key)
 
 
 PLAIN = Row()
@@ -122,7 +125,7 @@ def _attend(stripe: Stripe, tensors: Attended, row: Row) -> None:
         fade = before.sub_(base).exp2_()
         total.mul_(fade).add_(p.sum(1, keepdim=True))
         if row.words is not None:
-            key = torch.arange(keys.start, keys.stop, dtype=torch.int32, device="cpu")
+            key = torch.arange(row.key + keys.start, row.key + keys.stop, dtype=torch.int32, device="cpu")
             p.mul_(keep(row.words, key, row.dropout, torch.empty_like(p)))
         sums.mul_(fade).addmm_(p, v[keys])
     sums.div_(total.clamp(min=1.0))  # the total is at least 1, unless the row sees no key

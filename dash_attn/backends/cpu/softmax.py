@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Extras
 from dash_attn.backends.dropout import kept, row_words, seeds_of
-from dash_attn.problem import Panel, Problem
+from dash_attn.problem import Origin, Panel, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,15 +20,18 @@ class Softmax:
     sinks  float32 (heads of q), or None
     seeds  of dropout, one for each batch entry; empty without dropout
     dlse   float32 (batch, heads, seqlen), or None
-    row    the place of the first query in its sequence
     head   the number of the first q head
+    row    the place of the first query in the caller's sequence
+    key    the place of the first key in the caller's sequence
     """
 
     sinks: Tensor | None
     seeds: list[int]
     dlse: Tensor | None
-    row: int = 0
     head: int = 0
+    row: int = 0
+    key: int = 0
+    origins: tuple[Origin, ...] = ()  # of all sequences, with dropout
 
     @staticmethod
     def of(problem: Problem, extras: Extras | None) -> Softmax | None:
@@ -37,17 +40,19 @@ class Softmax:
             if problem.features.sinks or problem.features.dropout:
                 raise ValueError("the problem has sinks or dropout: give Extras with the sinks and the seed")
             return None
-        seeds: list[int] = []
-        if problem.features.dropout:
-            assert extras.seed is not None
-            seeds = seeds_of(extras.seed, len(problem.sequence_table))
         sinks = extras.sinks if problem.features.sinks else None
-        return Softmax(sinks, seeds, extras.dlse, head=extras.head)
+        if not problem.features.dropout:
+            return Softmax(sinks, [], extras.dlse, extras.head)
+        assert extras.seed is not None
+        seeds, origins = seeds_of(extras.seed, problem.given_sequences), problem.origins
+        return Softmax(sinks, [seeds[each.number] for each in origins], extras.dlse, extras.head, origins=origins)
 
     def of_panel(self, panel: Panel, dlse: Tensor | None) -> Softmax:
         """For one panel, with its rows of dlse."""
-        seeds = self.seeds[panel.sequence : panel.sequence + 1]
-        return Softmax(self.sinks, seeds, dlse, panel.row, self.head)
+        if not self.seeds:
+            return Softmax(self.sinks, [], dlse, self.head)
+        _, row, key = self.origins[panel.sequence]
+        return Softmax(self.sinks, [self.seeds[panel.sequence]], dlse, self.head, row + panel.row, key)
 
     def words(self, batch: int, head: int, rows: slice) -> Tensor:
         """The words of rows, int32 (rows, 2), or with no columns if there is no dropout."""

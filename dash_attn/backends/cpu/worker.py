@@ -145,7 +145,7 @@ class FeaturedWorker(Worker):
         if rows.words is None:
             dv.addmm_(p.t(), rows.dout)
         else:
-            keep(rows.words, keys.index, dropout, kept).mul_(1 / (1 - dropout))
+            keep(rows.words, keys.places, dropout, kept).mul_(1 / (1 - dropout))
             dv.addmm_(torch.mul(p, kept, out=allowed).t(), rows.dout)
             ds.mul_(kept)
         ds.sub_(rows.delta).mul_(p)

@@ -161,18 +161,18 @@ def _add_band(problem: Problem, band: Band, drawn: Drawn, extras: Extras, result
 def _dropout(problem: Problem, band: Band, seed: Tensor) -> Tensor:
     """0 or 1 / (1 - dropout) for each weight of a band, (kv heads, group, queries, keys)."""
     batch, queries, keys = band.batch, band.queries, band.keys
-    seeds = seeds_of(seed, len(problem.sequence_table))
+    seeds = seeds_of(seed, problem.given_sequences)
     factor = torch.zeros(problem.heads_q, queries.stop - queries.start, keys.stop - keys.start, dtype=torch.float64)
-    for number, (q_row, k_row, len_q, len_k) in enumerate(problem.sequences):
+    for place, (q_row, k_row, len_q, len_k) in zip(problem.origins, problem.sequences, strict=True):
         q_row, k_row = q_row - batch * problem.len_q, k_row - batch * problem.len_k
         rows = range(max(q_row, queries.start), min(q_row + len_q, queries.stop))
         columns = range(max(k_row, keys.start), min(k_row + len_k, keys.stop))
-        if number * problem.batch // len(problem.sequence_table) == batch and rows and columns:
-            key = np.arange(columns.start - k_row, columns.stop - k_row, dtype=np.uint32)
+        if place.number * problem.batch // problem.given_sequences == batch and rows and columns:
+            key = np.arange(columns.start - k_row, columns.stop - k_row, dtype=np.uint32) + np.uint32(place.key)
             for head in range(problem.heads_q):
-                words = row_words(seeds[number], head, rows.start - q_row, len(rows))
-                place = factor[head, rows.start - queries.start : rows.stop - queries.start]
-                place[:, columns.start - keys.start : columns.stop - keys.start] = torch.from_numpy(
+                words = row_words(seeds[place.number], head, place.row + rows.start - q_row, len(rows))
+                into = factor[head, rows.start - queries.start : rows.stop - queries.start]
+                into[:, columns.start - keys.start : columns.stop - keys.start] = torch.from_numpy(
                     kept(words, key, problem.features.dropout) / (1 - problem.features.dropout)
                 )
     return factor.view(problem.heads_kv, problem.group, *factor.shape[1:])

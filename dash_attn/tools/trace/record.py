@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dash_attn.backends.sm90.config import STAMPS
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
-from dash_attn.problem import Documents, Mask, Problem
+from dash_attn.problem import Mask, Problem, documents
 from dash_attn.program import Board, Sequences, load, play, save
 from dash_attn.program.codec import load_extra, text_of
 from dash_attn.program.replay import FINISHED
@@ -139,7 +139,7 @@ def facts_of_pack(pack: Pack) -> dict[str, Any]:
 
 def pack_of(facts: dict[str, Any]) -> Pack:
     left, right = facts["sides"]
-    cu = None if facts["documents"] is None else Documents(*map(tuple, facts["documents"]))
+    cu = None if facts["documents"] is None else documents(*facts["documents"]).documents
     problem, shape = Problem(**facts["problem"], mask=Mask(left, right, cu)), TileShape(*facts["tile"])
     pack = Pack(problem, lambda _: shape, facts["policy"])
     if pack.fingerprint != facts["fingerprint"]:

@@ -17,7 +17,18 @@ from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sinks import sink_gradient
 from dash_attn.pack import Planned
 from dash_attn.prepare import prepare
-from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, intervals_by_row, tiles, window
+from dash_attn.problem import (
+    CAUSAL,
+    FULL,
+    Features,
+    Mask,
+    Problem,
+    documents,
+    intervals,
+    intervals_by_row,
+    tiles,
+    window,
+)
 from dash_attn.tiling import TileShape
 from dash_attn.tools.bench.operands import Exact, draw, draw_extras, exact
 from tests.backends.cpu.reference import CPU, DTYPES, ordered
@@ -244,6 +255,32 @@ def test_a_row_without_keys_has_its_sink(value: float) -> None:
         weight = torch.exp(torch.tensor(value) - lse).nan_to_num(0.0)
         terms = weight * (1 - (out * drawn.dout).sum(-1).transpose(1, 2))
         assert torch.allclose(sums, terms.sum((0, 2)), atol=1e-4)
+
+
+NO_KEYS: list[tuple[Mask, list[int]]] = [  # with the rows of 10 that see none of 10 keys
+    (window(None, -4), [0, 1, 2, 3]),
+    (intervals([0, 3] * 5, [7, 3] * 5), [1, 3, 5, 7, 9]),
+    (intervals([0] * 6 + [5] * 4, [5] * 6 + [10] * 4) & tiles([[1, 1], [1, 0]], 5, 5), [6, 7, 8, 9]),
+]
+
+
+@pytest.mark.parametrize("features", [Features(), FEATURES["all"]], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("mask", "rows"), NO_KEYS, ids=lambda value: str(value))
+def test_gradients_of_rows_without_keys_reach_no_key(
+    mask: Mask, rows: list[int], value: float, features: Features
+) -> None:
+    problem = Problem(1, 2, 1, 10, 10, 8, "float32", None, mask, features=features)
+    drawn, extras = draw(problem, CPU), draw_extras(problem, CPU)
+    prepared = prepare(problem, "auto", Options(), CPU)
+    out, lse = prepared.forward(*drawn[1:], extras)
+    assert not out[:, rows].any()
+    want = prepared.backward(Operands(*drawn, out, lse), None, extras)
+    assert extras.dlse is not None
+    dlse, dout = extras.dlse.clone(), drawn.dout.clone()
+    dlse[:, :, rows] = dout[:, rows] = value
+    got = prepared.backward(Operands(dout, *drawn[1:], out, lse), None, extras._replace(dlse=dlse))
+    assert same(list(got), list(want))
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------
