@@ -35,6 +35,8 @@ SEEDS = 2**63
 def seeds_of(seed: Tensor, count: int) -> list[int]:
     """The seeds of `count` sequences. One number is the seed of the first sequence, and STEP more that of the next."""
     given: list[int] = seed.flatten().tolist()
+    if min(given, default=0) < 0:
+        raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or one for each sequence; got {min(given)}")
     if seed.ndim == 0:
         return [(given[0] + number * STEP) % SEEDS for number in range(count)]
     if len(given) != count:

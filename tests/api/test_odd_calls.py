@@ -198,6 +198,12 @@ def test_bad_arguments_are_named(arguments: dict[str, Any], said: str) -> None:
         attention(**given)
 
 
+@pytest.mark.parametrize("seed", [torch.tensor(-1), torch.tensor([-1, 5])], ids=str)
+def test_seeds_below_zero_are_named(seed: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"seed must be a whole number from 0 to 2\*\*63 - 1"):
+        attention(*tensors(), dropout=0.5, seed=seed)
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     want = attention(*tensors(), scale=0.5)
     for scale in (np.float32(0.5), np.float64(0.5), np.float16(0.5)):

@@ -32,8 +32,8 @@ of them passed, counted over two runs, of which the later one had another kernel
 skipped: two cases of one test need a second GPU, and for fourteen no installed forward takes the problem. Two have not
 run in their present form. One runs the benchmark of `watch` for all modules, and expects less than 5 %: the benchmark
 itself gave 1.6 % ([what it costs](watch.md#what-it-costs)). The other has four processes that share a GPU: among other
-tests it took longer than its time limit, and it is a test that runs alone. Processes of context parallel have not run on
-a GPU with [stages](distributed.md#what-waits-for-what).
+tests it took longer than its time limit, and it is a test that runs alone. Processes of context parallel have not run
+on a GPU with [stages](distributed.md#what-waits-for-what).
 """
 
 
