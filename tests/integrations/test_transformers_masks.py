@@ -15,7 +15,7 @@ from transformers import masking_utils  # noqa: E402
 from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 from dash_attn.integrations.transformers import packing as packing_module  # noqa: E402
 from dash_attn.integrations.transformers.masks import ModelMask  # noqa: E402
-from dash_attn.problem import documents  # noqa: E402
+from dash_attn.problem import Documents, Mask  # noqa: E402
 from tests.integrations.small import GROUPED, LENGTH  # noqa: E402
 
 
@@ -187,7 +187,8 @@ def test_chunks_are_documents() -> None:
     arguments = given()
     arguments["config"].attention_chunk_size = 8
     mask = masking_utils.create_chunked_causal_mask(**arguments)
-    assert mask.intervals == (documents([*range(0, LENGTH, 8), LENGTH], causal=True),)
+    ends, whole = (*range(0, LENGTH, 8), LENGTH), Documents((0, LENGTH), (0, LENGTH))
+    assert mask.intervals == (Mask(right=0, documents=Documents(ends, ends, whole)),)
     arguments["config"].attention_chunk_size = LENGTH
     assert masking_utils.create_chunked_causal_mask(**arguments).causal
 
