@@ -211,7 +211,11 @@ class Shown:
             self.limit(inside(part, "sliding_window"), inside(part, "sliding_window"))
         elif name == "packed_sequence_mask_function":
             # From here and not from position_ids, since not every model hands those on to its attention.
-            self.documents = inside(part, "packed_sequence_mask").to(torch.int64) + 1
+            ids = inside(part, "packed_sequence_mask")
+            fits = self.len_q == self.len_k == end and ids.shape == (self.batch, end)  # no cache, an id for each token
+            if self.documents is not None or not fits or (documents := runs_of(ids)) is None:
+                return name
+            self.documents = documents
         elif name == "or_masks":
             first, *others = inside(part, "mask_functions")
             names = [each for part in parts_of(first) if (each := self.add(*part, end)) is not None]
@@ -251,9 +255,9 @@ class Shown:
             self.documents = torch.nn.functional.pad(first.expand(self.batch, -1).long().cumsum(1), (1, 0)) + 1
 
     def numbers(self, padding: Tensor | None, q_offset: int | Tensor) -> Tensor | None:
-        number = padding if self.documents is None else self.documents
-        if number is not None:
-            number = number[:, self.kv_offset : self.kv_offset + self.len_k]
+        number = None if padding is None else padding[:, self.kv_offset : self.kv_offset + self.len_k]
+        if self.documents is not None:
+            number = self.documents if number is None else self.documents[:, : number.shape[1]] * number
         if self.causal:
             seen = int(q_offset) + self.len_q - self.kv_offset
             if seen > self.len_k:
@@ -319,6 +323,14 @@ class Shown:
             if offset + self.len_q <= real.shape[1]:  # what padding sees is nobody's business
                 plain, asked = (x & real[:, offset : offset + self.len_q][:, None, :, None] for x in (plain, asked))
         return bool((plain == asked).all())
+
+
+def runs_of(ids: Tensor) -> Tensor | None:
+    """The number of its segment for each token, from 1 in each row; None if a segment comes back in a row."""
+    changes, distinct = ((x.diff() != 0).cumsum(1) for x in (ids, ids.sort(1).values))
+    if not torch.equal(changes[:, -1:], distinct[:, -1:]):
+        return None
+    return torch.nn.functional.pad(changes, (1, 0)) + 1
 
 
 def name_of(mask_function: Callable[..., Any]) -> str:
