@@ -1,4 +1,4 @@
-"""Masks in which the tokens of a segment see each other, combined with padding, windows and other segments."""
+"""Masks of several parts: segments whose tokens see each other, padding and windows."""
 
 from __future__ import annotations
 
@@ -103,3 +103,23 @@ def test_esmc_chains_that_come_back_are_refused() -> None:
 def test_ids_of_more_tokens_than_there_are() -> None:
     theirs, mine = outputs("create_causal_mask", and_mask_function=segments(RUNS.repeat(2, 2)))
     torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING[:1].expand(2, -1)], ids=["whole", "padded"])
+def test_two_windows_both_count(padding: Tensor | None) -> None:
+    """One has no limit to the right, which leaves the limit of the other."""
+    narrow = masking_utils.sliding_window_overlay(2)
+    theirs, mine = outputs("create_bidirectional_sliding_window_mask", padding, and_mask_function=narrow)
+    torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_a_padding_mask_of_one_row_is_for_all_rows(family: str) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SMALL)
+    model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="dash").eval()
+    ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(1))
+    one, all_rows = (model(input_ids=ids, attention_mask=PADDING[:1].expand(n, -1))[0] for n in (1, 2))
+    assert torch.equal(one, all_rows)
+    with pytest.raises(ValueError, match="attention_mask has 3 rows for a batch of 2"):
+        model(input_ids=ids, attention_mask=PADDING[:1].expand(3, -1))

@@ -158,6 +158,10 @@ def model_mask(
         raise NotImplementedError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: dash_attn takes a padding mask (batch, keys)"
         )
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        if attention_mask.shape[0] != 1:
+            raise ValueError(f"attention_mask has {attention_mask.shape[0]} rows for a batch of {batch_size}")
+        attention_mask = attention_mask.expand(batch_size, -1)  # one row can only be meant for all
     if torch.compiler.is_compiling():
         shown.compiled(mask_function, attention_mask is not None)
     else:
@@ -229,8 +233,7 @@ class Shown:
     def limit(self, left: int | None, right: int | None) -> None:
         if left is not None and left < 0:
             raise ValueError(f"sliding_window must be None or at least 1; {self.model} has a smaller one")
-        self.left = left if self.left is None or left is None else min(self.left, left)
-        self.right = right if self.right is None or right is None else min(self.right, right)
+        self.left, self.right = least(self.left, left), least(self.right, right)
 
     def compiled(self, mask_function: Callable[..., Any] | None, padded: bool) -> None:
         """While code is compiled the inside of a function is not open; its name, its options and its answers are."""
@@ -323,6 +326,12 @@ class Shown:
             if offset + self.len_q <= real.shape[1]:  # what padding sees is nobody's business
                 plain, asked = (x & real[:, offset : offset + self.len_q][:, None, :, None] for x in (plain, asked))
         return bool((plain == asked).all())
+
+
+def least(*limits: int | None) -> int | None:
+    """None is no limit."""
+    given = [x for x in limits if x is not None]
+    return min(given) if given else None
 
 
 def runs_of(ids: Tensor) -> Tensor | None:
