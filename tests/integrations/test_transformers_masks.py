@@ -331,16 +331,38 @@ def test_values_are_read_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch)
         assert len(reads) == 1, arguments
 
 
-def test_changed_positions_are_read_again() -> None:
+@pytest.mark.parametrize(
+    "written",
+    [lambda x: x, lambda x: x.data, lambda x: torch.from_numpy(x.numpy())],
+    ids=["counted", "data", "numpy"],
+)
+def test_changed_positions_are_read_again(written: Any) -> None:
+    """Also if torch does not count the change."""
     model = build("Llama").eval()
     where = torch.arange(LENGTH)[None].clone()
     with torch.no_grad():
         whole = model(input_ids=tokens(1), position_ids=where).logits
-        where[0, 20:] = torch.arange(LENGTH - 20)
+        written(where)[0, 20:] = torch.arange(LENGTH - 20)
         packed = model(input_ids=tokens(1), position_ids=where).logits
         alone = model(input_ids=tokens(1)[:, 20:]).logits
     torch.testing.assert_close(packed[:, :20], whole[:, :20])
     torch.testing.assert_close(packed[:, 20:], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_another_thread_may_read_meanwhile() -> None:
+    """The comparison with a kept answer stands in for the other thread: it reads another mask."""
+    recent, cpu = packing_module.Recent(), torch.device("cpu")
+    masks = [(torch.arange(8) < n)[None] for n in range(1, 5)]
+    rows = packing_module.Rows(1, 8, 8, by_position=True, windowed=False)
+
+    class Meanwhile(packing_module.Rows):
+        def __eq__(self, other: object) -> bool:
+            recent.packed(masks.pop(), None, rows, cpu)
+            return False
+
+    recent.packed(masks.pop(), None, rows, cpu)
+    packed = recent.packed(masks.pop(), None, Meanwhile(1, 8, 8, by_position=True, windowed=False), cpu)
+    assert packed is not None and packed.cu_q == [0, 3]
 
 
 def test_positions_are_no_documents_where_all_see_all() -> None:
