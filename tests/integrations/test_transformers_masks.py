@@ -378,3 +378,15 @@ def test_positions_are_no_documents_where_all_see_all() -> None:
         )
         outs.append(model(input_ids=tokens(), position_ids=cut).last_hidden_state)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_window_of_nothing_is_refused_by_the_layers_that_have_it() -> None:
+    """Qwen2Moe makes a mask of a window of 0 if its config turns windows off. No layer uses it."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes["shared_expert_intermediate_size"] = 32
+    eager, dash = (build("Qwen2Moe", name, **sizes) for name in ("eager", "dash"))
+    assert dash.config.sliding_window == 0
+    outs = (model(input_ids=tokens(), attention_mask=LEFT).logits[LEFT.bool()] for model in (eager, dash))
+    torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="sliding_window must be None or at least 1; Mistral"):
+        build("Mistral", sliding_window=0)(input_ids=tokens())

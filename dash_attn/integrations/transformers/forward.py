@@ -67,6 +67,8 @@ def attention_forward(
     _check(module, query, value, dropout, kwargs)
     if isinstance(attention_mask, ModelMask):
         mask = attention_mask
+        if mask.refusal is not None:
+            raise ValueError(mask.refusal)
         _check_sizes(mask, query, key)
     elif attention_mask is not None:
         raise NotImplementedError(

@@ -37,6 +37,7 @@ class ModelMask:
     intervals             None, or the mask of each batch entry, or one for all of them. Nothing above but the sizes
                           counts then
     foreign               the model computes attention itself, so it has no use for the mask
+    refusal               None, or why no layer can use the mask. A model may make it for layers that it does not have
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class ModelMask:
         "len_q",
         "model",
         "number",
+        "refusal",
         "right",
     )
 
@@ -63,6 +65,7 @@ class ModelMask:
         self.number: Tensor | None = None
         self.intervals: tuple[Mask, ...] | None = None
         self.foreign = False
+        self.refusal: str | None = None
 
     # What models look at before they hand a mask on, and what moving a layer to another device does.
     ndim = 4
@@ -167,7 +170,7 @@ def model_mask(
     else:
         shown.eager(mask_function, q_offset, attention_mask)
     mask = ModelMask(model, batch_size, q_length, kv_length, kwargs.get("device"), shown.causal)
-    mask.left, mask.right = shown.left, shown.right
+    mask.left, mask.right, mask.refusal = shown.left, shown.right, shown.refusal
     mask.intervals = shown.intervals
     if mask.intervals is None:
         mask.number = shown.numbers(attention_mask, q_offset)
@@ -186,6 +189,7 @@ class Shown:
         self.right: int | None = None
         self.documents: Tensor | None = None
         self.intervals: tuple[Mask, ...] | None = None
+        self.refusal: str | None = None
 
     def eager(self, mask_function: Callable[..., Any] | None, q_offset: int | Tensor, padding: Tensor | None) -> None:
         if mask_function is None:
@@ -232,7 +236,7 @@ class Shown:
 
     def limit(self, left: int | None, right: int | None) -> None:
         if left is not None and left < 0:
-            raise ValueError(f"sliding_window must be None or at least 1; {self.model} has a smaller one")
+            self.refusal = f"sliding_window must be None or at least 1; {self.model} has a smaller one"
         self.left, self.right = least(self.left, left), least(self.right, right)
 
     def compiled(self, mask_function: Callable[..., Any] | None, padded: bool) -> None:
