@@ -349,6 +349,17 @@ def test_changed_positions_are_read_again(written: Any) -> None:
     torch.testing.assert_close(packed[:, 20:], alone, atol=1e-5, rtol=1e-4)
 
 
+def test_the_documents_of_a_row_do_not_depend_on_other_rows() -> None:
+    """The row begins with 5, 5: two documents, whatever the lowest position of another row is."""
+    model, ids, ones = build("Llama").eval(), tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+    where = torch.stack([torch.tensor([5, *range(5, LENGTH + 4)]), torch.arange(LENGTH)])
+    with torch.no_grad():
+        alone, together = (
+            model(input_ids=ids[:n], position_ids=where[:n], attention_mask=ones[:n]).logits[0] for n in (1, 2)
+        )
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-4)
+
+
 def test_another_thread_may_read_meanwhile() -> None:
     """The comparison with a kept answer stands in for the other thread: it reads another mask."""
     recent, cpu = packing_module.Recent(), torch.device("cpu")

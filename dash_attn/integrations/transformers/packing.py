@@ -153,13 +153,15 @@ def _index(tokens: Tensor, total: int, device: torch.device) -> Tensor | None:
 def _starts(tokens: Tensor, number: Tensor, positions: Tensor | None) -> tuple[list[int], bool]:
     """Which of `tokens` begin a document, the first left out, and whether any does so inside a row.
 
-    Positions that fall, or stay at the lowest, begin another document. Gaps do not: padding leaves them too.
+    Positions that fall, or stay at the lowest of their row, begin another document. Gaps do not: padding leaves them
+    too.
     """
     row = tokens // max(1, number.shape[1])
     inside = number.flatten()[tokens].diff() != 0
     if positions is not None and len(tokens):
         position = positions.flatten()[tokens]
-        inside |= (position.diff() < 0) | (position[1:] == position.min())
+        lowest = positions.where(number != 0, positions.max()).amin(1)
+        inside |= (position.diff() < 0) | (position[1:] == lowest[row[1:]])
     next_row = row.diff() != 0
     starts = ((inside | next_row).nonzero().flatten() + 1).tolist()
     return starts, bool((inside & ~next_row).any())
