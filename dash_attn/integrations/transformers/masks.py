@@ -267,16 +267,16 @@ class Shown:
             number = self.documents if number is None else self.documents[:, : number.shape[1]] * number
         if self.causal:
             seen = int(q_offset) + self.len_q - self.kv_offset
+            if padding is not None and padding.shape[1] < seen + self.kv_offset:
+                raise ValueError(
+                    "attention_mask must cover all tokens so far, those in the cache too: "
+                    f"{seen + self.kv_offset}; got {padding.shape[1]}"
+                )
             if seen > self.len_k:
-                raise NotImplementedError(f"{self.model}: {seen} tokens so far and {self.len_k} keys; use 'sdpa'")
+                raise NotImplementedError(f"{self.model}: {seen} tokens so far and {self.len_k} keys; use attn_implementation='sdpa'")
             if number is None and seen < self.len_k:
                 number = torch.ones(self.batch, seen, dtype=torch.bool, device=self.options.get("device"))
             elif number is not None:
-                if number.shape[1] < seen:
-                    raise ValueError(
-                        "attention_mask must cover all tokens so far, those in the cache too: "
-                        f"{seen + self.kv_offset}; got {number.shape[1] + self.kv_offset}"
-                    )
                 number = number[:, :seen]
         elif self.left is not None and int(q_offset) + self.len_q != self.kv_offset + self.len_k:
             raise NotImplementedError(
