@@ -122,7 +122,8 @@ def _listed(numbers: Tensor, indices: Tensor, size: tuple[int, int]) -> Bools:
     if indices.ndim != 4 or indices.shape[2] != size[0]:
         raise ValueError(
             f"block_mask must have indices (batch, heads, {size[0]} blocks of queries, blocks of keys), got "
-            f"{tuple(indices.shape)}"
+            f"{tuple(indices.shape)}; a slice of a BlockMask keeps the lengths of the whole: make a BlockMask for your "
+            "queries with create_block_mask"
         )
     count, column = numbers.cpu().numpy()[..., None], indices.cpu().numpy()
     listed = np.zeros((*column.shape[:3], size[1] + 1), bool)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dash_attn.api import attention
+from dash_attn.api.calls import read
 
 # Megatron's mask types, by the names of its enum. True means causal.
 CAUSAL = {"causal": True, "padding_causal": True, "causal_bottom_right": True, "no_mask": False, "padding": False}
+# The masks that count positions from the start of a sequence.
+FROM_THE_START = ("causal", "padding_causal")
+UNLEVEL = (
+    "Megatron counts positions from the start there, dash_attn from the end; use causal_bottom_right if that is meant"
+)
+SIDES = ("q", "kv")
 # Features of a config that are refused: the value that does not use the feature, and the way out.
 REFUSED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "train with --attention-dropout 0.0"),
@@ -101,16 +107,13 @@ class DashCoreAttention(nn.Module):
                     "packed_seq_params with context parallelism: Megatron cuts each sequence, and dash_attn the whole "
                     "pack; use --context-parallel-size 1"
                 )
-            cu_q, cu_k = _boundaries(packed_seq_params, CAUSAL[kind])
+            cu_q, cu_k = _boundaries(packed_seq_params, kind)
             out: Tensor = attention(query, key, value, cu_seqlens=cu_q, cu_seqlens_k=cu_k, **options)
             return out.flatten(1)
         if kind.startswith("padding"):
             raise NotImplementedError(f"attn_mask_type {kind} without packed_seq_params: pack sequences as thd")
         if kind == "causal" and query.shape[0] != key.shape[0]:
-            raise NotImplementedError(
-                f"causal with {query.shape[0]} queries and {key.shape[0]} keys: Megatron counts positions from the "
-                "start there, dash_attn from the end; use causal_bottom_right if that is meant"
-            )
+            raise NotImplementedError(f"causal with {query.shape[0]} queries and {key.shape[0]} keys: {UNLEVEL}")
         rows = [x.transpose(0, 1) for x in (query, key, value)]
         if self.shared is None:
             out = attention(*rows, **options)
@@ -144,17 +147,32 @@ def _window(config: Any, layer: int) -> tuple[int, int] | None:
     return tuple(sides) if narrow else None
 
 
-def _boundaries(packed: Any, causal: bool) -> tuple[Tensor, Tensor]:
+def _boundaries(packed: Any, kind: str) -> tuple[Tensor, Tensor]:
     """The ends of the sequences, with the padding behind each. A causal mask hides the padding from real queries."""
     if packed.qkv_format != "thd":
         raise NotImplementedError(f"packed_seq_params.qkv_format is {packed.qkv_format!r}: dash_attn takes 'thd'")
-    found = list[Tensor]()
-    for side in ("q", "kv"):
-        real: Tensor = getattr(packed, f"cu_seqlens_{side}")
-        padded: Tensor | None = getattr(packed, f"cu_seqlens_{side}_padded", None)
-        if padded is not None and not causal and not torch.equal(padded, real):
+    real: list[Tensor] = [getattr(packed, f"cu_seqlens_{side}") for side in SIDES]
+    padded: list[Tensor | None] = [getattr(packed, f"cu_seqlens_{side}_padded", None) for side in SIDES]
+    ends = [x if y is None else y for x, y in zip(real, padded, strict=True)]
+    for side, own, all_of_it in zip(SIDES, real, ends, strict=True):
+        if not CAUSAL[kind] and not _equal(own, all_of_it):
             raise NotImplementedError(
                 f"packed_seq_params.cu_seqlens_{side}_padded has padding, which only a causal mask hides: leave it out"
             )
-        found.append(real if padded is None else padded)
-    return found[0], found[1]
+    if kind in FROM_THE_START and not _equal(*real):
+        raise NotImplementedError(f"{kind} with other packed_seq_params.cu_seqlens_q than cu_seqlens_kv: {UNLEVEL}")
+    same = real[0] is real[1] and ends[0] is ends[1]  # as in self-attention: nothing is read then
+    if CAUSAL[kind] and not same and _padding(real[0], ends[0]) != _padding(real[1], ends[1]):
+        raise NotImplementedError(
+            "packed_seq_params.cu_seqlens_q_padded has other padding than cu_seqlens_kv_padded, which moves queries "
+            "against keys: pad both alike"
+        )
+    return ends[0], ends[1]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or read(a) == read(b)
+
+
+def _padding(real: Tensor, ends: Tensor) -> list[int]:
+    return [end - own for own, end in zip(read(real), read(ends), strict=False)]

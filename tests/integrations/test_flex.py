@@ -167,6 +167,8 @@ def test_refused() -> None:
         from_block_mask(made(lambda b, h, q, k: (q < 3) | (k % 2 == 0), 100, 100))
     with pytest.raises(ValueError, match="must be a torch BlockMask, got Tensor"):
         from_block_mask(torch.ones(3, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"a slice of a BlockMask keeps the lengths.*create_block_mask"):
+        from_block_mask(made(lambda b, h, q, k: q >= k, 100, 100)[:, :, :2])
 
 
 @pytest.mark.parametrize("index", [-1, 2, 7])

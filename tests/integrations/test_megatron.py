@@ -52,12 +52,16 @@ def tensors(*lead: int, queries: int | None = None) -> list[Tensor]:
     return [torch.randn(*lead_q, 4, 16), torch.randn(*lead, 2, 16), torch.randn(*lead, 2, 16)]
 
 
-def packed(ends: list[int], padded: list[int] | None = None, form: str = "thd") -> SimpleNamespace:
-    int32 = {"dtype": torch.int32}
-    real, more = torch.tensor(ends, **int32), None if padded is None else torch.tensor(padded, **int32)
-    return SimpleNamespace(
-        qkv_format=form, cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=more, cu_seqlens_kv_padded=more
-    )
+def packed(ends: list[int], padded: list[int] | None = None, form: str = "thd", **others: list[int]) -> SimpleNamespace:
+    given = {
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        **others,
+    }
+    tensors = {name: None if x is None else torch.tensor(x, dtype=torch.int32) for name, x in given.items()}
+    return SimpleNamespace(qkv_format=form, **tensors)
 
 
 @pytest.mark.parametrize("mask", [MaskType.causal, MaskType.no_mask, MaskType.causal_bottom_right])
@@ -192,3 +196,28 @@ def test_calls_that_are_refused(given: dict[str, Any], message: str) -> None:
 def test_causal_with_fewer_queries_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="causal_bottom_right"):
         call(core(), *tensors(33, 1, queries=8))
+
+
+@pytest.mark.parametrize("mask", [MaskType.causal, MaskType.padding_causal])
+def test_packed_causal_with_fewer_queries_is_refused(mask: MaskType) -> None:
+    with pytest.raises(NotImplementedError, match="causal_bottom_right"):
+        call(core(mask), *tensors(33, queries=8), packed_seq_params=packed([0, 3, 8], cu_seqlens_kv=[0, 10, 33]))
+
+
+def test_packed_with_fewer_queries_level_at_the_end() -> None:
+    q, k, v = tensors(33, queries=8)
+    bottom = core(MaskType.causal_bottom_right)
+    out = call(bottom, q, k, v, packed_seq_params=packed([0, 3, 8], cu_seqlens_kv=[0, 10, 33]))
+    alone = [
+        call(bottom, q[a:b, None], *(x[c:d, None] for x in (k, v))).squeeze(1)
+        for a, b, c, d in ((0, 3, 0, 10), (3, 8, 10, 33))
+    ]
+    torch.testing.assert_close(out, torch.cat(alone), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 8], [0, 16, 33]], ids=["none", "to the same ends"])
+def test_padding_that_moves_queries_is_refused(ends: list[int]) -> None:
+    """Behind 10 real keys stand 6 of padding, and behind 3 real queries none or 13."""
+    moved = packed([0, 3, 8], ends, cu_seqlens_kv=[0, 10, 27], cu_seqlens_kv_padded=[0, 16, 33])
+    with pytest.raises(NotImplementedError, match="cu_seqlens_kv_padded"):
+        call(core(MaskType.causal_bottom_right), *tensors(33, queries=ends[-1]), packed_seq_params=moved)

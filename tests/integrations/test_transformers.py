@@ -325,6 +325,18 @@ def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], mess
         call(**arguments)
 
 
+def test_messages_name_the_cause_and_a_way_out() -> None:
+    ids, short = tokens(), torch.ones(2, LENGTH - 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="attention_mask must cover all tokens so far"):
+        build("Llama")(input_ids=ids, attention_mask=short, use_cache=False)
+    with pytest.raises(ValueError, match=r"float64.*cast the model.*attn_implementation='eager'"):
+        build("Llama").double()(input_ids=ids)
+    config = transformers.LlamaConfig(**SMALL, output_attentions=True)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="dash")
+    with pytest.raises(NotImplementedError, match=r"output_attentions.*attn_implementation='eager'"):
+        model(input_ids=ids)
+
+
 @pytest.mark.parametrize(("name", "field"), [("Bert", "attention_probs_dropout_prob"), ("GPT2", "attn_pdrop")])
 def test_dropout_is_named_as_the_config_names_it(name: str, field: str) -> None:
     sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}

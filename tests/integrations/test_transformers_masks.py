@@ -328,20 +328,54 @@ def test_values_are_read_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch)
     cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
     for arguments in ({}, {"attention_mask": mask}, {"position_ids": cut}, {"position_ids": cut, "use_cache": False}):
         reads.clear()
+        packing_module.recent.answers = ()  # the same values of a test before this one need no reading
         model(input_ids=tokens(), **arguments)
         assert len(reads) == 1, arguments
 
 
-def test_changed_positions_are_read_again() -> None:
+@pytest.mark.parametrize(
+    "written",
+    [lambda x: x, lambda x: x.data, lambda x: torch.from_numpy(x.numpy())],
+    ids=["counted", "data", "numpy"],
+)
+def test_changed_positions_are_read_again(written: Any) -> None:
+    """Also if torch does not count the change."""
     model = build("Llama").eval()
     where = torch.arange(LENGTH)[None].clone()
     with torch.no_grad():
         whole = model(input_ids=tokens(1), position_ids=where).logits
-        where[0, 20:] = torch.arange(LENGTH - 20)
+        written(where)[0, 20:] = torch.arange(LENGTH - 20)
         packed = model(input_ids=tokens(1), position_ids=where).logits
         alone = model(input_ids=tokens(1)[:, 20:]).logits
     torch.testing.assert_close(packed[:, :20], whole[:, :20])
     torch.testing.assert_close(packed[:, 20:], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_the_documents_of_a_row_do_not_depend_on_other_rows() -> None:
+    """The row begins with 5, 5: two documents, whatever the lowest position of another row is."""
+    model, ids, ones = build("Llama").eval(), tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+    where = torch.stack([torch.tensor([5, *range(5, LENGTH + 4)]), torch.arange(LENGTH)])
+    with torch.no_grad():
+        alone, together = (
+            model(input_ids=ids[:n], position_ids=where[:n], attention_mask=ones[:n]).logits[0] for n in (1, 2)
+        )
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-4)
+
+
+def test_another_thread_may_read_meanwhile() -> None:
+    """The comparison with a kept answer stands in for the other thread: it reads another mask."""
+    recent, cpu = packing_module.Recent(), torch.device("cpu")
+    masks = [(torch.arange(8) < n)[None] for n in range(1, 5)]
+    rows = packing_module.Rows(1, 8, 8, by_position=True, windowed=False)
+
+    class Meanwhile(packing_module.Rows):
+        def __eq__(self, other: object) -> bool:
+            recent.packed(masks.pop(), None, rows, cpu)
+            return False
+
+    recent.packed(masks.pop(), None, rows, cpu)
+    packed = recent.packed(masks.pop(), None, Meanwhile(1, 8, 8, by_position=True, windowed=False), cpu)
+    assert packed is not None and packed.cu_q == [0, 3]
 
 
 def test_positions_are_no_documents_where_all_see_all() -> None:
@@ -357,3 +391,15 @@ def test_positions_are_no_documents_where_all_see_all() -> None:
         )
         outs.append(model(input_ids=tokens(), position_ids=cut).last_hidden_state)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_window_of_nothing_is_refused_by_the_layers_that_have_it() -> None:
+    """Qwen2Moe makes a mask of a window of 0 if its config turns windows off. No layer uses it."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes["shared_expert_intermediate_size"] = 32
+    eager, dash = (build("Qwen2Moe", name, **sizes) for name in ("eager", "dash"))
+    assert dash.config.sliding_window == 0
+    outs = (model(input_ids=tokens(), attention_mask=LEFT).logits[LEFT.bool()] for model in (eager, dash))
+    torch.testing.assert_close(*outs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="sliding_window must be None or at least 1; Mistral"):
+        build("Mistral", sliding_window=0)(input_ids=tokens())

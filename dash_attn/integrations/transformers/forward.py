@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dash_attn.api import attention
+from dash_attn.api.arguments import DTYPES
 from dash_attn.api.extras import drawn_seed
 from dash_attn.backends.dropout import STEP
 from dash_attn.integrations.transformers.masks import ModelMask
@@ -67,6 +68,8 @@ def attention_forward(
     _check(module, query, value, dropout, kwargs)
     if isinstance(attention_mask, ModelMask):
         mask = attention_mask
+        if mask.refusal is not None:
+            raise ValueError(mask.refusal)
         _check_sizes(mask, query, key)
     elif attention_mask is not None:
         raise NotImplementedError(
@@ -80,6 +83,11 @@ def attention_forward(
     device = query.device.type
     # Under autocast, or with norms kept in float32, rotated queries and keys are wider than values.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"{_name(module)} computes in {dtype}, and dash_attn takes {', '.join(DTYPES.values())}: cast the model, "
+            f"as with model.float(), or {ELSEWHERE}"
+        )
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
@@ -183,6 +191,8 @@ def _check(module: nn.Module, query: Tensor, value: Tensor, dropout: float, othe
             f"dropout={dropout}: dash_attn has dropout on CPUs only; set {_dropout_field(module, dropout)}=0.0 in the "
             "config"
         )
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        others = {**others, "output_attentions": True}  # not every model hands the field of its config on
     for name, meaning in UNSUPPORTED.items():
         if others.get(name) is not None and others[name] is not False:
             raise NotImplementedError(f"{name} was given: dash_attn does not do {meaning}; {ELSEWHERE}")

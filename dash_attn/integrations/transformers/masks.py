@@ -37,6 +37,7 @@ class ModelMask:
     intervals             None, or the mask of each batch entry, or one for all of them. Nothing above but the sizes
                           counts then
     foreign               the model computes attention itself, so it has no use for the mask
+    refusal               None, or why no layer can use the mask. A model may make it for layers that it does not have
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class ModelMask:
         "len_q",
         "model",
         "number",
+        "refusal",
         "right",
     )
 
@@ -63,6 +65,7 @@ class ModelMask:
         self.number: Tensor | None = None
         self.intervals: tuple[Mask, ...] | None = None
         self.foreign = False
+        self.refusal: str | None = None
 
     # What models look at before they hand a mask on, and what moving a layer to another device does.
     ndim = 4
@@ -158,12 +161,16 @@ def model_mask(
         raise NotImplementedError(
             f"attention_mask has shape {tuple(attention_mask.shape)}: dash_attn takes a padding mask (batch, keys)"
         )
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        if attention_mask.shape[0] != 1:
+            raise ValueError(f"attention_mask has {attention_mask.shape[0]} rows for a batch of {batch_size}")
+        attention_mask = attention_mask.expand(batch_size, -1)  # one row can only be meant for all
     if torch.compiler.is_compiling():
         shown.compiled(mask_function, attention_mask is not None)
     else:
         shown.eager(mask_function, q_offset, attention_mask)
     mask = ModelMask(model, batch_size, q_length, kv_length, kwargs.get("device"), shown.causal)
-    mask.left, mask.right = shown.left, shown.right
+    mask.left, mask.right, mask.refusal = shown.left, shown.right, shown.refusal
     mask.intervals = shown.intervals
     if mask.intervals is None:
         mask.number = shown.numbers(attention_mask, q_offset)
@@ -182,6 +189,7 @@ class Shown:
         self.right: int | None = None
         self.documents: Tensor | None = None
         self.intervals: tuple[Mask, ...] | None = None
+        self.refusal: str | None = None
 
     def eager(self, mask_function: Callable[..., Any] | None, q_offset: int | Tensor, padding: Tensor | None) -> None:
         if mask_function is None:
@@ -211,7 +219,11 @@ class Shown:
             self.limit(inside(part, "sliding_window"), inside(part, "sliding_window"))
         elif name == "packed_sequence_mask_function":
             # From here and not from position_ids, since not every model hands those on to its attention.
-            self.documents = inside(part, "packed_sequence_mask").to(torch.int64) + 1
+            ids = inside(part, "packed_sequence_mask")
+            fits = self.len_q == self.len_k == end and ids.shape == (self.batch, end)  # no cache, an id for each token
+            if self.documents is not None or not fits or (documents := runs_of(ids)) is None:
+                return name
+            self.documents = documents
         elif name == "or_masks":
             first, *others = inside(part, "mask_functions")
             names = [each for part in parts_of(first) if (each := self.add(*part, end)) is not None]
@@ -224,9 +236,8 @@ class Shown:
 
     def limit(self, left: int | None, right: int | None) -> None:
         if left is not None and left < 0:
-            raise ValueError(f"sliding_window must be None or at least 1; {self.model} has a smaller one")
-        self.left = left if self.left is None or left is None else min(self.left, left)
-        self.right = right if self.right is None or right is None else min(self.right, right)
+            self.refusal = f"sliding_window must be None or at least 1; {self.model} has a smaller one"
+        self.left, self.right = least(self.left, left), least(self.right, right)
 
     def compiled(self, mask_function: Callable[..., Any] | None, padded: bool) -> None:
         """While code is compiled the inside of a function is not open; its name, its options and its answers are."""
@@ -251,21 +262,23 @@ class Shown:
             self.documents = torch.nn.functional.pad(first.expand(self.batch, -1).long().cumsum(1), (1, 0)) + 1
 
     def numbers(self, padding: Tensor | None, q_offset: int | Tensor) -> Tensor | None:
-        number = padding if self.documents is None else self.documents
-        if number is not None:
-            number = number[:, self.kv_offset : self.kv_offset + self.len_k]
+        number = None if padding is None else padding[:, self.kv_offset : self.kv_offset + self.len_k]
+        if self.documents is not None:
+            number = self.documents if number is None else self.documents[:, : number.shape[1]] * number
         if self.causal:
             seen = int(q_offset) + self.len_q - self.kv_offset
+            if padding is not None and padding.shape[1] < seen + self.kv_offset:
+                raise ValueError(
+                    "attention_mask must cover all tokens so far, those in the cache too: "
+                    f"{seen + self.kv_offset}; got {padding.shape[1]}"
+                )
             if seen > self.len_k:
-                raise NotImplementedError(f"{self.model}: {seen} tokens so far and {self.len_k} keys; use 'sdpa'")
+                raise NotImplementedError(
+                    f"{self.model}: {seen} tokens so far and {self.len_k} keys; use attn_implementation='sdpa'"
+                )
             if number is None and seen < self.len_k:
                 number = torch.ones(self.batch, seen, dtype=torch.bool, device=self.options.get("device"))
             elif number is not None:
-                if number.shape[1] < seen:
-                    raise ValueError(
-                        "attention_mask must cover all tokens so far, those in the cache too: "
-                        f"{seen + self.kv_offset}; got {number.shape[1] + self.kv_offset}"
-                    )
                 number = number[:, :seen]
         elif self.left is not None and int(q_offset) + self.len_q != self.kv_offset + self.len_k:
             raise NotImplementedError(
@@ -319,6 +332,20 @@ class Shown:
             if offset + self.len_q <= real.shape[1]:  # what padding sees is nobody's business
                 plain, asked = (x & real[:, offset : offset + self.len_q][:, None, :, None] for x in (plain, asked))
         return bool((plain == asked).all())
+
+
+def least(*limits: int | None) -> int | None:
+    """None is no limit."""
+    given = [x for x in limits if x is not None]
+    return min(given) if given else None
+
+
+def runs_of(ids: Tensor) -> Tensor | None:
+    """The number of its segment for each token, from 1 in each row; None if a segment comes back in a row."""
+    changes, distinct = ((x.diff() != 0).cumsum(1) for x in (ids, ids.sort(1).values))
+    if not torch.equal(changes[:, -1:], distinct[:, -1:]):
+        return None
+    return torch.nn.functional.pad(changes, (1, 0)) + 1
 
 
 def name_of(mask_function: Callable[..., Any]) -> str:

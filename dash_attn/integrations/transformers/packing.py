@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,28 +49,50 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
     return flat if index is None else flat.index_select(0, index)
 
 
+class Answer(NamedTuple):
+    asked: tuple[Rows, torch.device]
+    same_number: Callable[[Tensor | None], bool]
+    same_positions: Callable[[Tensor | None], bool]
+    packed: Packed | None
+
+
 class Recent:
-    """The last few answers, by the identity and version of the tensors that they were read from.
+    """The last few answers, by the tensors that they were read from.
 
     All layers of a model get the same tensors. To read one from a GPU is to wait for the GPU.
     """
 
     def __init__(self, size: int = 8) -> None:
-        self.answers: deque[tuple[tuple[Any, ...], Any, Packed | None]] = deque(maxlen=size)
+        self.size = size
+        self.answers: tuple[Answer, ...] = ()  # replaced and never changed, because other threads may be reading
 
     def packed(
         self, number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device
     ) -> Packed | None:
-        tensors = (number, positions)
-        if any(x is not None and x.is_inference() for x in tensors):
-            return read(number, positions, rows, device)  # such tensors do not count their changes
-        key = (rows, device, *(None if x is None else x._version for x in tensors))
-        for references, asked, answer in self.answers:
-            if asked == key and all((r and r()) is x for r, x in zip(references, tensors, strict=True)):
-                return answer
-        answer = read(number, positions, rows, device)
-        self.answers.append((tuple(None if x is None else weakref.ref(x) for x in tensors), key, answer))
-        return answer
+        for kept in self.answers:
+            if kept.asked == (rows, device) and kept.same_number(number) and kept.same_positions(positions):
+                return kept.packed
+        packed = read(number, positions, rows, device)
+        answer = Answer((rows, device), same_as(number), same_as(positions), packed)
+        self.answers = (answer, *self.answers[: self.size - 1])
+        return packed
+
+
+def same_as(x: Tensor | None) -> Callable[[Tensor | None], bool]:
+    """A function that says whether a tensor is x, unchanged.
+
+    On a CPU it compares values, because NumPy changes the memory of a tensor and torch does not count that. On a GPU
+    it compares the counts of changes, because to compare values is to wait.
+    """
+    if x is None:
+        return lambda y: y is None
+    if x.device.type == "cpu":
+        values, kind = x.clone(), (x.device, x.dtype)
+        return lambda y: y is not None and (y.device, y.dtype) == kind and torch.equal(y, values)
+    if x.is_inference():
+        return lambda y: False  # such tensors do not count their changes
+    reference, version = weakref.ref(x), x._version
+    return lambda y: y is not None and y is reference() and y._version == version
 
 
 recent = Recent()
@@ -132,13 +153,15 @@ def _index(tokens: Tensor, total: int, device: torch.device) -> Tensor | None:
 def _starts(tokens: Tensor, number: Tensor, positions: Tensor | None) -> tuple[list[int], bool]:
     """Which of `tokens` begin a document, the first left out, and whether any does so inside a row.
 
-    Positions that fall, or stay at the lowest, begin another document. Gaps do not: padding leaves them too.
+    Positions that fall, or stay at the lowest of their row, begin another document. Gaps do not: padding leaves them
+    too.
     """
     row = tokens // max(1, number.shape[1])
     inside = number.flatten()[tokens].diff() != 0
     if positions is not None and len(tokens):
         position = positions.flatten()[tokens]
-        inside |= (position.diff() < 0) | (position[1:] == position.min())
+        lowest = positions.where(number != 0, positions.max()).amin(1)
+        inside |= (position.diff() < 0) | (position[1:] == lowest[row[1:]])
     next_row = row.diff() != 0
     starts = ((inside | next_row).nonzero().flatten() + 1).tolist()
     return starts, bool((inside & ~next_row).any())
