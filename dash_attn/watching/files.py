@@ -14,6 +14,7 @@ appended, and a run that was killed leaves a file whose last frame may be cut of
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 import zlib
@@ -99,6 +100,7 @@ class Writer:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file: BinaryIO = path.open("wb", buffering=0)
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
@@ -130,7 +132,9 @@ class Writer:
         self._file.close()
 
     def _frame(self, kind: bytes, content: bytes) -> None:
-        self._file.write(FRAME.pack(kind, len(content), zlib.crc32(content)) + content)
+        frame = FRAME.pack(kind, len(content), zlib.crc32(content)) + content
+        if self._file.write(frame) < len(frame):  # a disk that gets full takes a part, without an error
+            raise OSError(errno.ENOSPC, "no space left", str(self._path))
 
 
 def path_of(folder: Path, rank: int) -> Path:

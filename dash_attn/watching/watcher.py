@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Step, Writer, path_of, share_of
+from dash_attn.watching.files import Environment, Step, Writer, path_of, share_of
+from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes
 from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
+from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
 
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-PLAIN = (Tensor, nn.Parameter)
-STRIDED = torch.strided
 MOST_PIECES = 1024  # for one that is read
 SHARE = 1 / 16  # of large activations: a step of a small GPT on an H200 then takes 1.6 % longer (docs/watch.md)
 
@@ -76,9 +76,10 @@ class Watcher:
         self._gradients: list[Named] = []
         self._one_in, self._texts = one_in, Texts()
         self._open = OpenStep(0, one_in, self._texts)
+        self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
-        self._active = self._continued = self._had_backward = self._described = False
+        self._active = self._continued = self._had_backward = self._failed = False
         self._inside = 0
         self._hook_modules()
         compile_again()
@@ -93,12 +94,11 @@ class Watcher:
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
-        if captures():
+        if is_unreal():
             return
         done, self._continued = self._open, self._recording
         if done.rows:
-            if not self._described:
-                self._describe()
+            self._facts = self._facts or self._environment()
             done.slots.send()
             self._pending.append(done)
         done.end()
@@ -127,7 +127,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
-        before, after = unseen(self._before_update), unseen(self._after_update)
+        before, after = Hook(self._before_update), Hook(self._after_update)
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -149,15 +149,16 @@ class Watcher:
         for path, module in self._model.named_modules():
             name = clean(path)
             self._modules.append((name, module))
-            if self._depth is None or len(name.split(".")) <= self._depth or not name:
-                before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
+            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
+            if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
+                before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that the count of calls inside each other stays right.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
-                if parameter.requires_grad:
-                    hook = unseen(partial(self._parameter_gradient, name, own))
+                if parameter.requires_grad and not is_lazy(parameter):
+                    hook = Hook(partial(self._parameter_gradient, name, own))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -165,7 +166,7 @@ class Watcher:
         outermost = self._inside == 0 and not again
         self._inside += 1
         if outermost:
-            self._active = torch.is_grad_enabled() and not captures()  # evaluation is no part of a step
+            self._active = torch.is_grad_enabled() and not is_unreal()  # evaluation is no part of a step
             if self._active:
                 self._begin()
         if self._active:
@@ -181,8 +182,10 @@ class Watcher:
 
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
+        if not passed or not self._recording:
+            return
         reads = self._open.passing
-        self._record(phase, passed, reads)
+        self._open.record(phase, passed, reads)
         for module, name, tensor in passed:
             if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
@@ -258,15 +261,23 @@ class Watcher:
 
     @property
     def _recording(self) -> bool:
-        return (self._steps is None or self._open.number in self._steps) and not captures()
+        return (self._steps is None or self._open.number in self._steps) and not is_unreal()
 
     def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
         if tensors and self._recording:
             self._open.record(phase, tensors, reads)
 
     def _write(self, done: OpenStep) -> None:
+        if self._failed:
+            return
         step = done.step(self._written)
-        self._writer.step(step)
+        try:
+            if self._written is None:
+                self._writer.environment(self._facts)
+            self._writer.step(step)
+        except OSError as error:  # as of a full disk: a training must not end for its record
+            self._failed, self._steps = True, ()
+            warnings.warn(f"dash_attn.watch stops, and the training continues: {error}", stacklevel=2)
         self._written = done, step
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
@@ -284,9 +295,9 @@ class Watcher:
                         state += named(path, tensor, name)
         return state
 
-    def _describe(self) -> None:
-        """Write the environment as it is after a step, not before the first: scripts set flags late."""
-        facts = {
+    def _environment(self) -> Environment:
+        """The environment as it is after a step, not before the first: scripts set flags late."""
+        return {
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
             "depth": self._depth,
@@ -294,11 +305,6 @@ class Watcher:
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
-        self._writer.environment(facts)
-        self._described = True
-
-
-# ---- tensors and names -------------------------------------------------------------------------------------
 
 
 def pieces_for_one(share: float) -> int:
@@ -307,85 +313,3 @@ def pieces_for_one(share: float) -> int:
     if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
         raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
     return count
-
-
-def named(module: str, value: Any, name: str) -> list[Named]:
-    kind = type(value)
-    if kind is tuple and len(value) == 1:
-        (value,) = value
-        kind = type(value)
-    if (kind is Tensor or kind is nn.Parameter) and value.layout is STRIDED and not (value.is_meta or value.is_nested):
-        return [(module, name, value)]
-    return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
-
-
-def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
-    if isinstance(value, Tensor):
-        if type(value) not in PLAIN and is_wrapper(value):
-            parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
-            tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
-            for part, inner in tensors.items():
-                yield from tensors_of(inner, name if len(tensors) == 1 else f"{name}.{part}")
-        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name)
-
-
-def is_wrapper(value: Tensor) -> bool:
-    return _python_dispatch.is_traceable_wrapper_subclass(value)
-
-
-def unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-
-    def run(*given: Any) -> None:
-        # While torch.compile traces this, the condition holds. Else a call of `disabled` would only take time.
-        if torch.compiler.is_dynamo_compiling():
-            disabled(*given)
-        else:
-            hook(*given)
-
-    return run
-
-
-def compile_again() -> None:
-    """What torch.compile has compiled does not know of hooks that come or go."""
-    if environment.compiled_frames():
-        torch.compiler.reset()
-
-
-def captures() -> bool:
-    """Is a CUDA graph being captured? Its kernels run later, and again: they must not write to buffers of this step."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and torch.cuda.is_current_stream_capturing()
-
-
-def recomputes() -> bool:
-    """Does a backward run? A forward inside it is that of gradient checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile. Its modules have the same names with and without them."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def clean(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -111,7 +111,7 @@ def owner(optimizer: Optimizer) -> nn.Module | None:
     """The module with the most modules in it, of those that hold a parameter of the optimizer."""
     from torch import nn
 
-    from dash_attn.watching.watcher import parameters_of
+    from dash_attn.watching.tensors import parameters_of
 
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]
