@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SIGNATURE = b"dash_attn watch 1\n"
+SIGNATURE = b"dash_attn watch 2\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
@@ -34,7 +34,10 @@ MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
 MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
 
-PHASES = frozenset({"start", "random", "data", "forward", "recompute", "backward", "reduce", "update"})
+# What the script gives to a module has the phase "data", or "script" if it has computed it from what modules gave.
+PHASES = frozenset(
+    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "buffer", "update"}
+)
 READ = " read"  # the end of the form of a tensor of which a share was read
 Values = npt.NDArray[np.uint64]
 Environment = dict[str, Any]

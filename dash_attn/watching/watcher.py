@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, path_of, share_of
 from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes
-from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
+from dash_attn.watching.recording import Named, OpenStep, Reads, Texts, version
 from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
 
 MOST_PIECES = 1024  # for one that is read
@@ -80,7 +80,9 @@ class Watcher:
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = self._failed = False
-        self._inside = 0
+        self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
+        self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
+        self._versions: dict[int, int] = {}  # of parameters and buffers after the last update, by id
         self._hook_modules()
         compile_again()
         self._frames = environment.compiled_frames()
@@ -102,6 +104,9 @@ class Watcher:
             done.slots.send()
             self._pending.append(done)
         done.end()
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
         self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
@@ -153,7 +158,7 @@ class Watcher:
             if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
                 before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                # Also called after an exception, so that the count of calls inside each other stays right.
+                # Also called after an exception, so that it is known which forwards still run.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
@@ -163,20 +168,29 @@ class Watcher:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
-        outermost = self._inside == 0 and not again
-        self._inside += 1
+        if module is self._model and not again:
+            self._inside.clear()  # what a KeyboardInterrupt has left: torch calls no hook after it
+        outermost = not self._inside
+        self._inside.append(module)
         if outermost:
             self._active = torch.is_grad_enabled() and not is_unreal()  # evaluation is no part of a step
-            if self._active:
+            if self._active and not again:
                 self._begin()
         if self._active:
             passed = named(name, args, "input")
             if kwargs:
                 passed += named(name, kwargs, "input")
-            self._pass("recompute" if again else "data" if outermost else "forward", passed)
+            if outermost and not again:
+                self._pass("data", [each for each in passed if each[2].grad_fn is None])
+                self._pass("script", [each for each in passed if each[2].grad_fn is not None])
+            else:
+                self._pass("recompute" if again else "forward", passed)
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        self._inside -= 1
+        # After an error in a hook of the script the module may not be there, or modules inside it may be left.
+        if module in self._inside:
+            while self._inside.pop() is not module:
+                pass
         if self._active:
             self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
 
@@ -189,7 +203,9 @@ class Watcher:
         for module, name, tensor in passed:
             if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
-                tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
+                if tensor.grad_fn is None:
+                    self._leaves.append(handle)
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
@@ -222,16 +238,19 @@ class Watcher:
             self.end_step()
         if not self._recording:
             return
-        if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", self._state(), self._open.whole)
+        if not self._open.began:
+            state = self._tensors("_parameters") + self._tensors("_buffers")
+            if self._continued and self._optimizers:  # only what the script has changed after the update
+                state = [each for each in state if self._versions.get(id(each[2])) != version(each[2])]
+            self._record("start", state, self._open.whole)
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        if self._distributed:
-            self._open.whole.seen.clear()  # a reduction writes to gradients, and their versions do not tell
+        if not self._recording:
+            return
         gradients = list[Named]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
@@ -239,6 +258,19 @@ class Watcher:
         self._record("reduce", gradients, self._open.whole)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        last = optimizer is self._optimizers[-1]
+        if self._recording:
+            parameters = list[Named]()
+            if last:
+                buffers, parameters = self._tensors("_buffers"), self._tensors("_parameters")
+                self._record("buffer", buffers, self._open.whole)
+                self._versions = {id(tensor): version(tensor) for _, _, tensor in (*parameters, *buffers)}
+            self._record("update", [*parameters, *self._state_of(optimizer)], self._open.whole)
+        if last:
+            self._inside.clear()  # what a KeyboardInterrupt has left
+            self.end_step()
+
+    def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
@@ -252,10 +284,7 @@ class Watcher:
                     state += named(module, value, f"{key} of {name}")
         with torch.no_grad():
             state += [("", f"{key} of all parameters", torch.stack(each)) for (key, *_), each in scalars.items()]
-        last = optimizer is self._optimizers[-1]
-        self._record("update", [*(self._state() if last else ()), *state], self._open.whole)
-        if last:
-            self.end_step()
+        return state
 
     # ---- records -------------------------------------------------------------------------------------------
 
@@ -284,16 +313,15 @@ class Watcher:
         """The module of a parameter and its name in the module."""
         return self._owners.get(id(parameter), ("", "a parameter outside the model"))
 
-    def _state(self) -> list[Named]:
-        """The parameters and buffers of the model, each once."""
-        state, ids = list[Named](), set[int]()
-        for of in ("_parameters", "_buffers"):
-            for path, module in self._modules:
-                for name, tensor in getattr(module, of).items():
-                    if tensor is not None and id(tensor) not in ids:
-                        ids.add(id(tensor))
-                        state += named(path, tensor, name)
-        return state
+    def _tensors(self, of: Literal["_parameters", "_buffers"]) -> list[Named]:
+        """The parameters or the buffers of the model, each once."""
+        tensors, ids = list[Named](), set[int]()
+        for path, module in self._modules:
+            for name, tensor in getattr(module, of).items():
+                if tensor is not None and id(tensor) not in ids:
+                    ids.add(id(tensor))
+                    tensors += named(path, tensor, name)
+        return tensors
 
     def _environment(self) -> Environment:
         """The environment as it is after a step, not before the first: scripts set flags late."""

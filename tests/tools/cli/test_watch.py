@@ -74,12 +74,12 @@ def diff(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, s
 
 
 def test_some_steps_and_modules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "0", to="some").code == 0
+    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "1", to="some").code == 0
     (record,) = load_run(folder / "some")
     assert sorted(record.steps) == [1, 3]
-    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {""}
-    code, out, _ = diff(capsys, folder / "a", folder / "some", "--json")
-    assert (code, json.loads(out)["topic"]) == (1, "structure")
+    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {"", "0", "1", "2"}
+    code, _, err = diff(capsys, folder / "a", folder / "some")
+    assert code == 1 and "different depths (1 and all)" in err
     assert watched(folder / "train.py", "--steps", "x", to="none").code == 2
 
 
