@@ -38,6 +38,14 @@ def rank() -> int:
     return dist.get_rank() if distributed() else int(os.environ.get("RANK") or 0)
 
 
+def world_size() -> int | None:
+    """The number of processes of this run. None if it is not known."""
+    if distributed():
+        return dist.get_world_size()
+    given = os.environ.get("WORLD_SIZE")
+    return int(given) if given else None if os.environ.get("RANK") else 1
+
+
 def environment() -> Environment:
     """Facts of this process, as JSON values."""
     inductor = sys.modules.get("torch._inductor.config")

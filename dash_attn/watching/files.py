@@ -16,15 +16,22 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+try:
+    import fcntl
+except ImportError:  # not on every system; those do not see that two watchers write to one file
+    fcntl = None  # type: ignore[assignment]
 
 SIGNATURE = b"dash_attn watch 2\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
@@ -99,12 +106,17 @@ class Record:
 
 
 class Writer:
-    """Appends to a new file. Every step is in the file when `step` returns."""
+    """Appends to a new file, which takes the place of an old one. Every step is in the file when `step` returns. A lock
+    on the file keeps other writers away, also those of other processes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        if not _locked(self._file):
+            self._file.close()
+            raise ValueError(f"another watcher writes to {path}: close it, or take another folder")
+        self._file.truncate(0)
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
         self._last: tuple[Layout, int] | None = None
@@ -132,6 +144,9 @@ class Writer:
         return self._last[1]
 
     def close(self) -> None:
+        if fcntl is not None:
+            with suppress(OSError):  # closing is not enough: a worker of a DataLoader may have the file open as well
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
     def _frame(self, kind: bytes, content: bytes) -> None:
@@ -140,14 +155,38 @@ class Writer:
             raise OSError(errno.ENOSPC, "no space left", str(self._path))
 
 
+def _locked(file: BinaryIO) -> bool:
+    """Lock a file, unless another writer has locked it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # some file systems have no locks
+    return True
+
+
 def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.watch"
+
+
+def remove_from(folder: Path, rank: int) -> None:
+    """Remove the files of this rank and of all higher ones, which an earlier run has left."""
+    for path in folder.glob("rank*.watch"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= rank:
+            path.unlink(missing_ok=True)
 
 
 def load(path: Path) -> Record:
     """Read a file. A ValueError says in one line what is wrong with it."""
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path}: larger than {MOST_BYTES >> 30} GiB; record fewer steps")
+    with path.open("rb") as file:
+        first = file.readline(64)
+    if first != SIGNATURE and re.fullmatch(rb"dash_attn watch \d+\n", first):
+        raise ValueError(f"{path}: another version of dash_attn wrote it, in another format: record the run again")
     try:
         return _record(path)
     except (ValueError, LookupError, TypeError, struct.error, zlib.error, RecursionError) as error:
@@ -159,7 +198,11 @@ def load_run(folder: Path) -> list[Record]:
     paths = [folder] if folder.is_file() else sorted(folder.glob("rank*.watch"))
     if not paths:
         raise ValueError(f"no record of dash_attn.watch in {folder}")
-    return sorted((load(path) for path in paths), key=lambda record: record.rank)
+    records = [load(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        if not record.steps:
+            raise ValueError(f"{path}: no step is recorded: the run ended before the first step to record")
+    return sorted(records, key=lambda record: record.rank)
 
 
 def _record(path: Path) -> Record:

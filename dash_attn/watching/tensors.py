@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,10 @@ def tensors_of(value: Any, name: str, around: tuple[Any, ...] = ()) -> Iterator[
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name, (*around, value))
+    elif is_dataclass(value):
+        for field in fields(value):
+            part = getattr(value, field.name, None)  # a field may have no value yet
+            yield from tensors_of(part, f"{name}.{field.name}", (*around, value))
 
 
 def is_plain(value: Tensor) -> bool:

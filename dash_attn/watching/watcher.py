@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Environment, Step, Writer, path_of, share_of
+from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
 from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes
 from dash_attn.watching.recording import Named, OpenStep, Reads, Texts, version
 from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
@@ -51,6 +51,7 @@ def watch(
                everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
                always read whole
     """
+    check_depth(depth)
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
     try:
@@ -70,6 +71,8 @@ class Watcher:
     ) -> None:
         self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
+        if self._rank == 0 and (count := environment.world_size()):
+            remove_from(to, count)
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
@@ -333,6 +336,11 @@ class Watcher:
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
+
+
+def check_depth(depth: int | None) -> None:
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth={depth}: give 1 or more, or None for all modules")
 
 
 def pieces_for_one(share: float) -> int:

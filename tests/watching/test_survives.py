@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -210,6 +209,7 @@ def test_another_generator_of_numpy(another_generator: np.random.BitGenerator) -
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
