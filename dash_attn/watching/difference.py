@@ -140,7 +140,7 @@ def _first(a: Record, b: Record) -> Difference | None:
     for count, number in enumerate(common_steps(a, b)):
         one, two = a.steps[number], b.steps[number]
         parting = _parting(one, two, (a.steps.get(number - 1), b.steps.get(number - 1)))
-        if parting is None:
+        if parting is None or _ends_early(a, b, number) or _ends_early(b, a, number):
             continue
         one, two, index = parting
         difference = _difference(a.rank, one, two, index, count)
@@ -166,6 +166,13 @@ def _parting(one: Step, two: Step, before: tuple[Step | None, Step | None]) -> t
         return None
     (index, *_), mine, other = min(firsts, key=lambda each: each[0])
     return mine, other, index
+
+
+def _ends_early(a: Record, b: Record, number: int) -> bool:
+    """Has run `b` ended in the middle of this step, with nothing that differs before?"""
+    one, two = a.steps[number], b.steps[number]
+    begins = list(keys(one))[: len(two.rows)] == list(keys(two))
+    return number == max(b.steps) and begins and not states(two, one, a.steps.get(number - 1)).any()
 
 
 def _between(difference: Difference, recorded: bool) -> Difference:

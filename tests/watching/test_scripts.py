@@ -323,3 +323,28 @@ def test_a_tensor_of_several_steps(tmp_path: Path) -> None:
         for _ in range(3):
             model(prompt).sum().backward()
     assert [rows(step, "backward").count(":input") for step in load_run(tmp_path)[0].steps.values()] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_run_that_ended_in_the_middle_of_a_step(tmp_path: Path, last: int) -> None:
+    """The step is compared up to its end. What it does not have is no difference."""
+
+    def run(to: Path, stops: bool, factor: float = 1) -> list[Record]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dash_attn.watch(model, optimizer=optimizer, to=to):
+            for step in range(4):
+                out = model(x() * (factor if step == last else 1))
+                if stops and step == last:
+                    break
+                out.sum().backward()
+                optimizer.step()
+        return load_run(to)
+
+    whole, cut, other = run(tmp_path / "a", False), run(tmp_path / "b", True), run(tmp_path / "c", True, factor=2)
+    assert max(cut[0].steps) == last
+    assert first_difference(whole, cut) is None and first_difference(cut, whole) is None
+    for pair in ((whole, other), (other, whole)):
+        parting = first_difference(*pair)
+        assert parting is not None and (parting.step, parting.topic) == (last, "data")
