@@ -68,6 +68,11 @@ def beginning(question: Question) -> Iterator[Cause]:
     if question.difference.topic == "weights":
         yield Cause("initial weights", "they differ before any step", "torch.manual_seed before the model is made")
         yield Cause("a checkpoint", "weights may come from one", "load the same file in both runs")
+    if question.difference.topic == "between":
+        advice = "look for clipping, averaging or loading of weights after the step, and give watch every optimizer"
+        yield Cause("the script", "weights or buffers are written between two steps", advice)
+    if question.difference.topic == "earlier":
+        yield Cause("an earlier step", "the records begin after it", "record earlier steps in both runs")
 
 
 def data(question: Question) -> Iterator[Cause]:

@@ -13,7 +13,7 @@ from dash_attn.watching.files import Record, Row, Step
 
 EQUAL, DIFFERS, MISSING = 0, 1, 2
 State = npt.NDArray[np.int8]
-PASSES = ("data", "forward", "recompute")  # phases whose rows are inputs and outputs of modules
+PASSES = ("data", "script", "forward", "recompute")  # phases whose rows are inputs and outputs of modules
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class Difference:
 
 
 DIRECTIONS = {
-    "start": "before the first step",
+    "start": "before the forward",
     "data": "before the forward",
+    "script": "forward",
     "forward": "forward",
+    "buffer": "forward",
     "recompute": "forward, computed again in the backward",
     "backward": "backward",
     "reduce": "between backward and update",
@@ -88,11 +90,19 @@ def common_steps(a: Record, b: Record) -> list[int]:
     return sorted(a.steps.keys() & b.steps.keys())
 
 
-def states(a: Step, b: Step) -> State:
+def states(a: Step, b: Step, before: Step | None = None) -> State:
     """For each row of `a`: is it equal in `b`, does it differ, or is it missing? A random state counts as equal: one
-    that nothing draws from may differ, and one that something draws from shows in what was drawn."""
+    that nothing draws from may differ, and one that something draws from shows in what was drawn. `before` is the step
+    before `b`: weights that `b` does not have at its start are those after this step."""
     state = _states(a, b)
     state[[row.phase == "random" for row in a.rows]] = EQUAL
+    missing = [index for index in np.flatnonzero(state == MISSING) if a.rows[index].phase == "start"]
+    if before is not None and missing:
+        left = {row[1:3]: before.values[row.place] for row in before.rows if row.phase in ("buffer", "update")}
+        for index in missing:
+            row = a.rows[index]
+            if row[1:3] in left:
+                state[index] = EQUAL if left[row[1:3]] == a.values[row.place] else DIFFERS
     return state
 
 
@@ -129,18 +139,49 @@ def shown(module: str) -> str:
 def _first(a: Record, b: Record) -> Difference | None:
     for count, number in enumerate(common_steps(a, b)):
         one, two = a.steps[number], b.steps[number]
-        state = states(one, two)
-        if state.any():
-            index = int(np.flatnonzero(state)[0])
-        elif (extra := states(two, one)).any():
-            one, two, index = two, one, int(np.flatnonzero(extra)[0])
-        else:
+        parting = _parting(one, two, (a.steps.get(number - 1), b.steps.get(number - 1)))
+        if parting is None or _ends_early(a, b, number) or _ends_early(b, a, number):
             continue
+        one, two, index = parting
         difference = _difference(a.rank, one, two, index, count)
+        if difference.row.phase == "start" and number > 0:
+            difference = _between(difference, recorded=number - 1 in a.steps and number - 1 in b.steps)
         parts = not all(step.is_whole(row) for step in (one, two) for row in step.rows[:index])
         generators = tuple(_generators(a, b, difference))
         return replace(difference, generators=generators, share=a.share if parts else "1")
     return None
+
+
+def _parting(one: Step, two: Step, before: tuple[Step | None, Step | None]) -> tuple[Step, Step, int] | None:
+    """The first row of a step that the other step does not have, or has with another value: of the first rows of both
+    steps, the earlier one. `before` are the steps before them."""
+    firsts = list[tuple[tuple[int, bool, Sequence[str | int]], Step, Step]]()
+    for mine, other, last in ((one, two, before[1]), (two, one, before[0])):
+        state = states(mine, other, last)
+        if state.any():
+            index = int(np.flatnonzero(state)[0])
+            # At one place, a row that is missing in the other step comes before a row that differs.
+            firsts.append(((index, state[index] != MISSING, mine.rows[index][:3]), mine, other))
+    if not firsts:
+        return None
+    (index, *_), mine, other = min(firsts, key=lambda each: each[0])
+    return mine, other, index
+
+
+def _ends_early(a: Record, b: Record, number: int) -> bool:
+    """Has run `b` ended in the middle of this step, with nothing that differs before?"""
+    one, two = a.steps[number], b.steps[number]
+    begins = list(keys(one))[: len(two.rows)] == list(keys(two))
+    return number == max(b.steps) and begins and not states(two, one, a.steps.get(number - 1)).any()
+
+
+def _between(difference: Difference, recorded: bool) -> Difference:
+    """A difference of weights or buffers at the start of a step. `recorded` says whether the step before is."""
+    if not recorded:
+        return replace(difference, topic="earlier", operation="an operation of a step before, which is not recorded")
+    one_only = "" if difference.other_form else ": only one run writes to it"
+    operation = f"what changes {_path(difference.row)} between two steps{one_only}"
+    return replace(difference, topic="between", operation=operation)
 
 
 def _generators(a: Record, b: Record, difference: Difference) -> Iterator[tuple[str, int]]:
@@ -180,8 +221,12 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
         return "weights", "none: the weights differ before the first step"
     if row.phase == "data":
         return "data", "none: the data differ"
+    if row.phase == "script":
+        return "forward", f"the script, between modules{_after(step, index)}"
+    if row.phase == "buffer":
+        return "forward", f"the forward of {shown(row.module)}, which writes to {row.tensor}"
     if row.phase == "reduce":
-        return "reduce", f"what changes gradients between the backward and the update of {_path(row)}"
+        return "reduce", f"what changes the {_path(row)} between backward and update"
     if row.phase == "update":
         return "update", f"the optimizer's update of {_path(row)}"
     if row.phase == "backward":
@@ -196,7 +241,7 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
 def _backward(step: Step, index: int) -> str:
     row = step.rows[index]
     if not row.tensor.startswith(("input", "output")):
-        return f"the backward of {shown(row.module)}"
+        return f"the backward of {' or '.join(map(shown, _owners(step, row)))}"
     readers, outermost = _readers(step, row)
     if readers:
         return f"the backward of {' or '.join(readers)}"
@@ -206,13 +251,20 @@ def _backward(step: Step, index: int) -> str:
     return f"the backward of {shown(inside)}, in its own code that reads {_path(row)}{_after(step, index)}"
 
 
+def _owners(step: Step, row: Row) -> list[str]:
+    """The modules of a parameter, by its gradient: several if weights are tied."""
+    same = [other.module for other in step.rows if other.phase == "backward" and other.place == row.place]
+    return list(dict.fromkeys(same))
+
+
 def _readers(step: Step, row: Row) -> tuple[list[str], bool]:
     """The modules without parts that read the tensor of a gradient, and whether it is an output of the whole model."""
     passed = [other for other in step.rows if other.phase in PASSES]
     places = {other.place for other in passed if (other.module, other.tensor) == (row.module, row.tensor)}
     same = [other for other in passed if other.place in places]
     readers = [o.module for o in same if o.tensor.startswith("input") and not _has_parts(step, o.module)]
-    outer = {other.module for other in step.rows if other.phase == "data" and other.tensor.startswith("input")}
+    given = ("data", "script")
+    outer = {other.module for other in step.rows if other.phase in given and other.tensor.startswith("input")}
     whole = any(other.tensor.startswith("output") and other.module in outer for other in same)
     return list(dict.fromkeys(readers)), whole
 
@@ -224,9 +276,13 @@ def _inputs(step: Step, index: int) -> Iterator[str]:
     phases: tuple[str, ...] = ("backward",)
     if row.phase in ("forward", "recompute"):
         modules, phases, start = [row.module] if row.tensor.startswith("output") else [], PASSES, "input"
+    elif row.phase == "buffer":
+        modules, phases, start = [row.module], PASSES, "input"
+    elif row.phase == "script":
+        modules, phases, start = [], PASSES, "output"
     elif row.phase == "backward":
         parameter = not row.tensor.startswith(("input", "output"))
-        modules, start = [row.module] if parameter else _readers(step, row)[0], "output"
+        modules, start = _owners(step, row) if parameter else _readers(step, row)[0], "output"
     elif row.phase == "reduce":
         modules, start = [row.module], own
     elif row.phase == "update":

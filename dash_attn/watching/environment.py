@@ -38,6 +38,14 @@ def rank() -> int:
     return dist.get_rank() if distributed() else int(os.environ.get("RANK") or 0)
 
 
+def world_size() -> int | None:
+    """The number of processes of this run. None if it is not known."""
+    if distributed():
+        return dist.get_world_size()
+    given = os.environ.get("WORLD_SIZE")
+    return int(given) if given else None if os.environ.get("RANK") else 1
+
+
 def environment() -> Environment:
     """Facts of this process, as JSON values."""
     inductor = sys.modules.get("torch._inductor.config")
@@ -68,10 +76,11 @@ def random_states(device: torch.device) -> Iterator[tuple[str, int]]:
     yield "Python's random", _digest(f"{hash(words)} {gauss}".encode())
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
-    yield (
-        "numpy.random",
-        _digest(state["state"]["key"].tobytes() + f"{state['state']['pos']} {state['gauss']}".encode()),
-    )
+    inner = state["state"]
+    if "key" in inner:  # numpy's own choice, whose state is long
+        yield "numpy.random", _digest(inner["key"].tobytes() + f"{inner['pos']} {state['gauss']}".encode())
+    else:
+        yield "numpy.random", _digest(repr(state).encode())
 
 
 def _digest(content: bytes) -> int:

@@ -14,10 +14,13 @@ appended, and a run that was killed leaves a file whose last frame may be cut of
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,7 +28,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-SIGNATURE = b"dash_attn watch 1\n"
+try:
+    import fcntl
+except ImportError:  # not on every system; those do not see that two watchers write to one file
+    fcntl = None  # type: ignore[assignment]
+
+SIGNATURE = b"dash_attn watch 2\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
@@ -33,7 +41,10 @@ MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
 MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
 
-PHASES = frozenset({"start", "random", "data", "forward", "recompute", "backward", "reduce", "update"})
+# What the script gives to a module has the phase "data", or "script" if it has computed it from what modules gave.
+PHASES = frozenset(
+    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "buffer", "update"}
+)
 READ = " read"  # the end of the form of a tensor of which a share was read
 Values = npt.NDArray[np.uint64]
 Environment = dict[str, Any]
@@ -95,11 +106,17 @@ class Record:
 
 
 class Writer:
-    """Appends to a new file. Every step is in the file when `step` returns."""
+    """Appends to a new file, which takes the place of an old one. Every step is in the file when `step` returns. A lock
+    on the file keeps other writers away, also those of other processes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = path.open("wb", buffering=0)
+        self._path = path
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        if not _locked(self._file):
+            self._file.close()
+            raise ValueError(f"another watcher writes to {path}: close it, or take another folder")
+        self._file.truncate(0)
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
         self._last: tuple[Layout, int] | None = None
@@ -127,20 +144,49 @@ class Writer:
         return self._last[1]
 
     def close(self) -> None:
+        if fcntl is not None:
+            with suppress(OSError):  # closing is not enough: a worker of a DataLoader may have the file open as well
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
     def _frame(self, kind: bytes, content: bytes) -> None:
-        self._file.write(FRAME.pack(kind, len(content), zlib.crc32(content)) + content)
+        frame = FRAME.pack(kind, len(content), zlib.crc32(content)) + content
+        if self._file.write(frame) < len(frame):  # a disk that gets full takes a part, without an error
+            raise OSError(errno.ENOSPC, "no space left", str(self._path))
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock a file, unless another writer has locked it."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass  # some file systems have no locks
+    return True
 
 
 def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.watch"
 
 
+def remove_from(folder: Path, rank: int) -> None:
+    """Remove the files of this rank and of all higher ones, which an earlier run has left."""
+    for path in folder.glob("rank*.watch"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= rank:
+            path.unlink(missing_ok=True)
+
+
 def load(path: Path) -> Record:
     """Read a file. A ValueError says in one line what is wrong with it."""
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path}: larger than {MOST_BYTES >> 30} GiB; record fewer steps")
+    with path.open("rb") as file:
+        first = file.readline(64)
+    if first != SIGNATURE and re.fullmatch(rb"dash_attn watch \d+\n", first):
+        raise ValueError(f"{path}: another version of dash_attn wrote it, in another format: record the run again")
     try:
         return _record(path)
     except (ValueError, LookupError, TypeError, struct.error, zlib.error, RecursionError) as error:
@@ -152,7 +198,11 @@ def load_run(folder: Path) -> list[Record]:
     paths = [folder] if folder.is_file() else sorted(folder.glob("rank*.watch"))
     if not paths:
         raise ValueError(f"no record of dash_attn.watch in {folder}")
-    return sorted((load(path) for path in paths), key=lambda record: record.rank)
+    records = [load(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        if not record.steps:
+            raise ValueError(f"{path}: no step is recorded: the run ended before the first step to record")
+    return sorted(records, key=lambda record: record.rank)
 
 
 def _record(path: Path) -> Record:

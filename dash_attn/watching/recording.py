@@ -17,7 +17,9 @@ from dash_attn.watching.files import Row, Step, form_of
 from dash_attn.watching.fingerprint import WHOLE, Share, plain
 from dash_attn.watching.slots import Slots
 
-REMEMBERED = frozenset({"data", "forward", "recompute", "backward"})  # phases in which a tensor may be seen again
+# Phases in which a tensor may be seen again. In all others every tensor is read: `GradScaler`, reductions over
+# processes and code that writes to `.data` do not raise the version of a tensor.
+REMEMBERED = frozenset({"data", "script", "forward", "recompute", "backward"})
 Named = tuple[str, str, Tensor]  # module, name in it, tensor
 Name = tuple[str, str, str]  # phase, module, name in it
 
@@ -29,6 +31,11 @@ class Seen(weakref.ref[Tensor]):
     version: int
     place: int
     hooked: bool
+
+
+def version(tensor: Tensor) -> int:
+    """A count of writes to a tensor. A tensor of inference mode has none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Reads:
@@ -83,19 +90,20 @@ class OpenStep:
         self.began = False
 
     def record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
-        """Append a row for each tensor. A tensor that this step has already read is not read again."""
+        """Append a row for each tensor. A tensor that passes modules is not read again in this step."""
+        remember = phase in REMEMBERED
         if len(tensors) == 1:  # nearly always, so it has a shorter way
             (_, _, tensor) = tensors[0]
-            entry = reads.known(tensor)
+            entry = reads.known(tensor) if remember else None
             if entry is not None:
                 self.places.append(entry.place)
             else:
                 place = self.slots.add_one(plain(tensor), reads.share)
                 self.places.append(place)
-                if phase in REMEMBERED:
+                if remember:
                     reads.remember(tensor, place)
         else:
-            self._read(tensors, reads, phase in REMEMBERED)
+            self._read(tensors, reads, remember)
         names, form, share = self._texts.names, self._texts.form, reads.share
         for module, name, tensor in tensors:
             row = phase, module, name
@@ -111,7 +119,7 @@ class OpenStep:
     def _read(self, tensors: Sequence[Named], reads: Reads, remember: bool) -> None:
         """Append the places of fingerprints. Tensors of one device take one launch."""
         known, seen = reads.known, reads.seen
-        fresh = {id(tensor): tensor for _, _, tensor in tensors if known(tensor) is None}
+        fresh = {id(tensor): tensor for _, _, tensor in tensors if not remember or known(tensor) is None}
         groups = dict[torch.device, list[Tensor]]()
         for tensor in fresh.values():
             groups.setdefault(tensor.device, []).append(tensor)

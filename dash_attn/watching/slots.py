@@ -108,7 +108,9 @@ class Slots:
         if number < 0 or self.buffers[number].used == SIZE:
             number = self._open[key] = len(self.buffers)
             stream = torch.cuda.current_stream(device) if tensor.is_cuda else None
-            self.buffers.append(Buffer(torch.zeros(SIZE, dtype=torch.int64, device=tensor.device), stream))
+            with torch.inference_mode(False):  # else later writes outside of inference mode are refused
+                slots = torch.zeros(SIZE, dtype=torch.int64, device=tensor.device)
+            self.buffers.append(Buffer(slots, stream))
         return number
 
 

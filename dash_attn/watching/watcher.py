@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils import _python_dispatch
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Step, Writer, path_of, share_of
-from dash_attn.watching.recording import Named, OpenStep, Reads, Texts
+from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
+from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes
+from dash_attn.watching.recording import Named, OpenStep, Reads, Texts, version
+from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
 
-WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-PLAIN = (Tensor, nn.Parameter)
-STRIDED = torch.strided
 MOST_PIECES = 1024  # for one that is read
 SHARE = 1 / 16  # of large activations: a step of a small GPT on an H200 then takes 1.6 % longer (docs/watch.md)
 
@@ -51,6 +51,7 @@ def watch(
                everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
                always read whole
     """
+    check_depth(depth)
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
     try:
@@ -70,16 +71,21 @@ class Watcher:
     ) -> None:
         self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
+        if self._rank == 0 and (count := environment.world_size()):
+            remove_from(to, count)
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
         self._gradients: list[Named] = []
         self._one_in, self._texts = one_in, Texts()
         self._open = OpenStep(0, one_in, self._texts)
+        self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
-        self._active = self._continued = self._had_backward = self._described = False
-        self._inside = 0
+        self._active = self._continued = self._had_backward = self._failed = False
+        self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
+        self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
+        self._versions: dict[int, int] = {}  # of parameters and buffers after the last update, by id
         self._hook_modules()
         compile_again()
         self._frames = environment.compiled_frames()
@@ -93,15 +99,17 @@ class Watcher:
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
-        if captures():
+        if is_unreal():
             return
         done, self._continued = self._open, self._recording
         if done.rows:
-            if not self._described:
-                self._describe()
+            self._facts = self._facts or self._environment()
             done.slots.send()
             self._pending.append(done)
         done.end()
+        for handle in self._leaves:
+            handle.remove()
+        self._leaves.clear()
         self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
@@ -127,7 +135,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
-        before, after = unseen(self._before_update), unseen(self._after_update)
+        before, after = Hook(self._before_update), Hook(self._after_update)
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -149,44 +157,58 @@ class Watcher:
         for path, module in self._model.named_modules():
             name = clean(path)
             self._modules.append((name, module))
-            if self._depth is None or len(name.split(".")) <= self._depth or not name:
-                before, after = unseen(partial(self._before, name)), unseen(partial(self._after, name))
+            scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
+            if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
+                before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                # Also called after an exception, so that the count of calls inside each other stays right.
+                # Also called after an exception, so that it is known which forwards still run.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
-                if parameter.requires_grad:
-                    hook = unseen(partial(self._parameter_gradient, name, own))
+                if parameter.requires_grad and not is_lazy(parameter):
+                    hook = Hook(partial(self._parameter_gradient, name, own))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
-        outermost = self._inside == 0 and not again
-        self._inside += 1
+        if module is self._model and not again:
+            self._inside.clear()  # what a KeyboardInterrupt has left: torch calls no hook after it
+        outermost = not self._inside
+        self._inside.append(module)
         if outermost:
-            self._active = torch.is_grad_enabled() and not captures()  # evaluation is no part of a step
-            if self._active:
+            self._active = torch.is_grad_enabled() and not is_unreal()  # evaluation is no part of a step
+            if self._active and not again:
                 self._begin()
         if self._active:
             passed = named(name, args, "input")
             if kwargs:
                 passed += named(name, kwargs, "input")
-            self._pass("recompute" if again else "data" if outermost else "forward", passed)
+            if outermost and not again:
+                self._pass("data", [each for each in passed if each[2].grad_fn is None])
+                self._pass("script", [each for each in passed if each[2].grad_fn is not None])
+            else:
+                self._pass("recompute" if again else "forward", passed)
 
     def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        self._inside -= 1
+        # After an error in a hook of the script the module may not be there, or modules inside it may be left.
+        if module in self._inside:
+            while self._inside.pop() is not module:
+                pass
         if self._active:
             self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
 
     def _pass(self, phase: str, passed: list[Named]) -> None:
         """Record tensors, and their gradients when these come."""
+        if not passed or not self._recording:
+            return
         reads = self._open.passing
-        self._record(phase, passed, reads)
+        self._open.record(phase, passed, reads)
         for module, name, tensor in passed:
             if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
                 entry.hooked = True
-                tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
+                handle = tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
+                if tensor.grad_fn is None:
+                    self._leaves.append(handle)
 
     def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
         self._had_backward = True
@@ -219,16 +241,19 @@ class Watcher:
             self.end_step()
         if not self._recording:
             return
-        if not self._open.began and not (self._continued and self._optimizers):
-            self._record("start", self._state(), self._open.whole)
+        if not self._open.began:
+            state = self._tensors("_parameters") + self._tensors("_buffers")
+            if self._continued and self._optimizers:  # only what the script has changed after the update
+                state = [each for each in state if self._versions.get(id(each[2])) != version(each[2])]
+            self._record("start", state, self._open.whole)
         self._open.began = True
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
         for name, value in environment.random_states(device):
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        if self._distributed:
-            self._open.whole.seen.clear()  # a reduction writes to gradients, and their versions do not tell
+        if not self._recording:
+            return
         gradients = list[Named]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
@@ -236,6 +261,19 @@ class Watcher:
         self._record("reduce", gradients, self._open.whole)
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        last = optimizer is self._optimizers[-1]
+        if self._recording:
+            parameters = list[Named]()
+            if last:
+                buffers, parameters = self._tensors("_buffers"), self._tensors("_parameters")
+                self._record("buffer", buffers, self._open.whole)
+                self._versions = {id(tensor): version(tensor) for _, _, tensor in (*parameters, *buffers)}
+            self._record("update", [*parameters, *self._state_of(optimizer)], self._open.whole)
+        if last:
+            self._inside.clear()  # what a KeyboardInterrupt has left
+            self.end_step()
+
+    def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
         for parameter in parameters_of(optimizer):
             module, name = self._owner(parameter)
@@ -249,44 +287,48 @@ class Watcher:
                     state += named(module, value, f"{key} of {name}")
         with torch.no_grad():
             state += [("", f"{key} of all parameters", torch.stack(each)) for (key, *_), each in scalars.items()]
-        last = optimizer is self._optimizers[-1]
-        self._record("update", [*(self._state() if last else ()), *state], self._open.whole)
-        if last:
-            self.end_step()
+        return state
 
     # ---- records -------------------------------------------------------------------------------------------
 
     @property
     def _recording(self) -> bool:
-        return (self._steps is None or self._open.number in self._steps) and not captures()
+        return (self._steps is None or self._open.number in self._steps) and not is_unreal()
 
     def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
         if tensors and self._recording:
             self._open.record(phase, tensors, reads)
 
     def _write(self, done: OpenStep) -> None:
+        if self._failed:
+            return
         step = done.step(self._written)
-        self._writer.step(step)
+        try:
+            if self._written is None:
+                self._writer.environment(self._facts)
+            self._writer.step(step)
+        except OSError as error:  # as of a full disk: a training must not end for its record
+            self._failed, self._steps = True, ()
+            warnings.warn(f"dash_attn.watch stops, and the training continues: {error}", stacklevel=2)
         self._written = done, step
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
         """The module of a parameter and its name in the module."""
         return self._owners.get(id(parameter), ("", "a parameter outside the model"))
 
-    def _state(self) -> list[Named]:
-        """The parameters and buffers of the model, each once."""
-        state, ids = list[Named](), set[int]()
-        for of in ("_parameters", "_buffers"):
-            for path, module in self._modules:
-                for name, tensor in getattr(module, of).items():
-                    if tensor is not None and id(tensor) not in ids:
-                        ids.add(id(tensor))
-                        state += named(path, tensor, name)
-        return state
+    def _tensors(self, of: Literal["_parameters", "_buffers"]) -> list[Named]:
+        """The parameters or the buffers of the model, each once."""
+        tensors, ids = list[Named](), set[int]()
+        for path, module in self._modules:
+            for name, tensor in getattr(module, of).items():
+                if tensor is not None and id(tensor) not in ids:
+                    ids.add(id(tensor))
+                    tensors += named(path, tensor, name)
+        return tensors
 
-    def _describe(self) -> None:
-        """Write the environment as it is after a step, not before the first: scripts set flags late."""
-        facts = {
+    def _environment(self) -> Environment:
+        """The environment as it is after a step, not before the first: scripts set flags late."""
+        return {
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
             "depth": self._depth,
@@ -294,11 +336,11 @@ class Watcher:
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
-        self._writer.environment(facts)
-        self._described = True
 
 
-# ---- tensors and names -------------------------------------------------------------------------------------
+def check_depth(depth: int | None) -> None:
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth={depth}: give 1 or more, or None for all modules")
 
 
 def pieces_for_one(share: float) -> int:
@@ -307,85 +349,3 @@ def pieces_for_one(share: float) -> int:
     if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
         raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
     return count
-
-
-def named(module: str, value: Any, name: str) -> list[Named]:
-    kind = type(value)
-    if kind is tuple and len(value) == 1:
-        (value,) = value
-        kind = type(value)
-    if (kind is Tensor or kind is nn.Parameter) and value.layout is STRIDED and not (value.is_meta or value.is_nested):
-        return [(module, name, value)]
-    return [(module, each, tensor) for each, tensor in tensors_of(value, name)]
-
-
-def tensors_of(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, by name. Of a DTensor and the like: what this process holds of it."""
-    if isinstance(value, Tensor):
-        if type(value) not in PLAIN and is_wrapper(value):
-            parts = {part: getattr(value, part) for part in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
-            tensors = {part: inner for part, inner in parts.items() if isinstance(inner, Tensor)}
-            for part, inner in tensors.items():
-                yield from tensors_of(inner, name if len(tensors) == 1 else f"{name}.{part}")
-        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value.is_quantized):
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from tensors_of(part, f"{name}[{index}]" if len(value) > 1 else name)
-
-
-def is_wrapper(value: Tensor) -> bool:
-    return _python_dispatch.is_traceable_wrapper_subclass(value)
-
-
-def unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook, not traced by torch.compile: a compiled model runs in graphs that end at every hook."""
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-
-    def run(*given: Any) -> None:
-        # While torch.compile traces this, the condition holds. Else a call of `disabled` would only take time.
-        if torch.compiler.is_dynamo_compiling():
-            disabled(*given)
-        else:
-            hook(*given)
-
-    return run
-
-
-def compile_again() -> None:
-    """What torch.compile has compiled does not know of hooks that come or go."""
-    if environment.compiled_frames():
-        torch.compiler.reset()
-
-
-def captures() -> bool:
-    """Is a CUDA graph being captured? Its kernels run later, and again: they must not write to buffers of this step."""
-    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return begun and torch.cuda.is_current_stream_capturing()
-
-
-def recomputes() -> bool:
-    """Does a backward run? A forward inside it is that of gradient checkpointing."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside DDP and torch.compile. Its modules have the same names with and without them."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
-            return model
-
-
-def clean(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

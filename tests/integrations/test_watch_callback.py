@@ -78,3 +78,15 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
     a, b = (trained(tmp_path, name, gradient_checkpointing=True) for name in "ab")
     assert first_difference(a, b) is None
     assert "recompute" in {row.phase for row in a[0].steps[0].rows}
+
+
+def test_a_training_after_one_that_failed(tmp_path: Path) -> None:
+    """The watcher of the first training still writes to the folder. The second one closes it."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, callback = torch.optim.SGD(model.parameters(), lr=0.1), WatchCallback(tmp_path)
+    for _ in range(2):
+        callback.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    callback.on_train_end(None, None, None)
+    assert [sorted(record.steps) for record in load_run(tmp_path)] == [[0]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -118,6 +120,38 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: bytes
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"rank0\.watch: damaged, or no record"):
         load(path)
+
+
+@pytest.mark.parametrize("number", [b"1", b"77"])
+def test_a_record_of_another_version(tmp_path: Path, number: bytes) -> None:
+    path = tmp_path / "rank0.watch"
+    path.write_bytes(b"dash_attn watch " + number + b"\n" + frame(b"E", b"{}"))
+    with pytest.raises(ValueError, match="another version of dash_attn wrote it") as refused:
+        load(path)
+    assert "damaged" not in str(refused.value) and "record the run again" in str(refused.value)
+
+
+def test_a_record_without_a_step(tmp_path: Path) -> None:
+    written(path_of(tmp_path, 0))
+    path_of(tmp_path, 1).write_bytes(SIGNATURE)
+    with pytest.raises(ValueError, match=r"rank1\.watch: no step is recorded"):
+        load_run(tmp_path)
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    path = path_of(tmp_path, 0)
+    writer = Writer(path)
+    writer.environment({"rank": 5})
+    with pytest.raises(ValueError, match=r"another watcher writes to .*rank0\.watch: close it"):
+        Writer(path)
+    child = "import sys, pathlib\nfrom dash_attn.watching.files import Writer\nWriter(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", child, path], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and "ValueError: another watcher writes to" in done.stderr
+    writer.step(Step(0, ROWS, FORMS, np.array([1, 2], np.uint64)))
+    writer.close()
+    assert load(path).rank == 5
+    written(path)
+    assert load(path).rank == 2
 
 
 def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:

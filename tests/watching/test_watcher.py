@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,72 @@ def test_the_rank_is_that_of_the_start(tmp_path: Path, monkeypatch: pytest.Monke
         model(torch.ones(1, 2)).sum().backward()
         monkeypatch.delenv("RANK")
     assert load_run(tmp_path)[0].rank == 3 and (tmp_path / "rank3.watch").is_file()
+
+
+def test_files_of_other_processes_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an earlier run with more processes. A process does not know how many there are without WORLD_SIZE."""
+
+    def run(rank: str, world: str | None) -> list[str]:
+        for name, given in (("RANK", rank), ("WORLD_SIZE", world)):
+            monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
+        model = nn.Linear(2, 2)
+        with dash_attn.watch(model, to=tmp_path):
+            model(torch.ones(1, 2)).sum().backward()
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    (tmp_path / "rankless.watch").write_bytes(b"of the user")
+    for rank in range(4):
+        run(str(rank), "4")
+    assert run("1", "2") == ["rank0.watch", "rank1.watch", "rank2.watch", "rank3.watch", "rankless.watch"]
+    assert run("0", None) == ["rank0.watch", "rank1.watch", "rank2.watch", "rank3.watch", "rankless.watch"]
+    assert run("0", "2") == ["rank0.watch", "rank1.watch", "rankless.watch"]
+    assert run("", None) == ["rank0.watch", "rankless.watch"]
+
+
+def test_two_watchers_with_one_folder(tmp_path: Path) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    with dash_attn.watch(first, to=tmp_path):
+        with pytest.raises(ValueError, match="another watcher writes to"):
+            dash_attn.watch(second, to=tmp_path)
+        assert not second._forward_hooks
+        first(torch.ones(1, 2)).sum().backward()
+    assert sorted(load_run(tmp_path)[0].steps) == [0]
+
+
+@pytest.mark.parametrize("depth", [0, -1])
+def test_a_depth_that_is_none(tmp_path: Path, depth: int) -> None:
+    with pytest.raises(ValueError, match=f"depth={depth}: give 1 or more, or None for all modules"):
+        dash_attn.watch(nn.Linear(2, 2), to=tmp_path / "none", depth=depth)
+    assert not (tmp_path / "none").exists()
+
+
+def test_outputs_that_are_dataclasses(tmp_path: Path) -> None:
+    @dataclass
+    class Pair:
+        first: Tensor
+        rest: dict[str, Any]
+        itself: Any = None
+
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor) -> Pair:
+            out = Pair(super().forward(x), {"a": x * 2})
+            out.itself = out
+            return out
+
+    class Reads(nn.Module):
+        def forward(self, pair: Pair) -> Tensor:
+            return pair.first + pair.rest["a"]
+
+    model = nn.Sequential(Gives(2, 2), Reads())
+    with dash_attn.watch(model, to=tmp_path):
+        model(torch.ones(1, 2)).sum().backward()
+    step = load_run(tmp_path)[0].steps[0]
+    both = ["first", "rest.a"]
+    assert names(step, "forward")[1:5] == [
+        *(f"0:output.{each}" for each in both),
+        *(f"1:input.{each}" for each in both),
+    ]
+    assert "0:output.first" in names(step, "backward")
 
 
 def test_training_is_not_changed_and_hooks_go(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
         self._watcher: Watcher | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.on_train_end(args, state, control)  # of a training that ended in an error
         # accelerate wraps the optimizer, and does not call hooks of the wrapper.
         optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
         self._watcher = watch(

@@ -41,12 +41,13 @@ def watch_command(
     ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
-    from dash_attn.watching.watcher import SHARE, pieces_for_one
+    from dash_attn.watching.watcher import SHARE, check_depth, pieces_for_one
 
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
     share = SHARE if share is None else share
     pieces_for_one(share)  # a mistake of the caller is told before the script runs
+    check_depth(depth)
     scripted, before = Scripted(to, steps=steps_of(steps), depth=depth, share=share), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
@@ -63,11 +64,15 @@ def watch_command(
 
 
 def steps_of(text: str) -> range:
+    parts = text.split(":")
     try:
-        first, end, every = ([int(part) if part else None for part in text.split(":")] + [None])[:3]
-        return range(first or 0, 2**32 if end is None else end, every or 1)
+        first, end, every = [int(part) if part else None for part in (*parts, "")[:3]]
+        steps = range(first or 0, 2**32 if end is None else end, 1 if every is None else every)
     except ValueError:
-        raise ValueError(f"--steps {text!r}: not FIRST:END or FIRST:END:EVERY") from None
+        steps = range(0)
+    if len(parts) > 3 or not steps or steps.start < 0 or steps.step < 1:
+        raise ValueError(f"--steps {text!r}: not FIRST:END or FIRST:END:EVERY")
+    return steps
 
 
 class Scripted:
@@ -111,7 +116,7 @@ def owner(optimizer: Optimizer) -> nn.Module | None:
     """The module with the most modules in it, of those that hold a parameter of the optimizer."""
     from torch import nn
 
-    from dash_attn.watching.watcher import parameters_of
+    from dash_attn.watching.tensors import parameters_of
 
     wanted = {id(parameter) for parameter in parameters_of(optimizer)}
     modules = [value for value in gc.get_objects() if issubclass(type(value), nn.Module)]

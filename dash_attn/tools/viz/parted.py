@@ -18,7 +18,7 @@ from dash_attn.watching.difference import Difference, common_steps, states
 from dash_attn.watching.files import Record, Row
 
 PANELS = {
-    "forward": ("start", "data", "forward"),
+    "forward": ("start", "data", "script", "forward", "buffer"),
     "backward": ("recompute", "backward"),
     "update": ("reduce", "update"),
 }
@@ -44,7 +44,8 @@ def parted(a: Record, b: Record, first: Difference | None) -> Map:
     lines = lines_of(rows, depth)
     cells = np.zeros((len(PANELS), len(lines), len(steps)), np.int8)
     for column, number in enumerate(steps):
-        for row, state in zip(a.steps[number].rows, states(a.steps[number], b.steps[number]), strict=True):
+        state_of = states(a.steps[number], b.steps[number], b.steps.get(number - 1))
+        for row, state in zip(a.steps[number].rows, state_of, strict=True):
             if row.phase in panel:
                 at = panel[row.phase], lines.index(line_of(row, depth)), column
                 cells[at] = max(cells[at], PARTED if state else EQUAL)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dash_attn.tools.cli.main import main
-from dash_attn.watching.files import load_run
+from dash_attn.watching.files import SIGNATURE, load_run
 
 SCRIPT = """
 import argparse
@@ -74,13 +74,26 @@ def diff(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, s
 
 
 def test_some_steps_and_modules(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "0", to="some").code == 0
+    assert watched(folder / "train.py", "--steps", "1:4:2", "--depth", "1", to="some").code == 0
     (record,) = load_run(folder / "some")
     assert sorted(record.steps) == [1, 3]
-    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {""}
-    code, out, _ = diff(capsys, folder / "a", folder / "some", "--json")
-    assert (code, json.loads(out)["topic"]) == (1, "structure")
-    assert watched(folder / "train.py", "--steps", "x", to="none").code == 2
+    assert {row.module for row in record.steps[1].rows if row.phase == "forward"} == {"", "0", "1", "2"}
+    code, _, err = diff(capsys, folder / "a", folder / "some")
+    assert code == 1 and "different depths (1 and all)" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--steps", each) for each in ("x", "5", "1:2:3:4", "1:5:0", "-2:5", "5:2", "1:9:-1")),
+        *(("--depth", each) for each in ("0", "-1")),
+    ],
+)
+def test_options_that_are_refused(folder: Path, option: str, value: str) -> None:
+    """Before the script runs, in one line."""
+    done = watched(folder / "train.py", option, value, to="none")
+    assert (done.code, done.out) == (2, "") and done.err.count("\n") == 1, done.err
+    assert not (folder / "none").exists()
 
 
 def test_equal_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +119,7 @@ def test_the_first_difference_is_told(folder: Path, capsys: pytest.CaptureFixtur
 def test_a_damaged_record_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     content = bytearray((folder / "a" / "rank0.watch").read_bytes())
     content[60] ^= 255
-    for number, bad in enumerate((bytes(content), b"", b"PK\x03\x04", b"dash_attn watch 1\nE\xff\xff\xff\xff1234")):
+    for number, bad in enumerate((bytes(content), b"", b"PK\x03\x04", SIGNATURE + b"E\xff\xff\xff\xff1234")):
         path = tmp_path / f"{number}" / "rank0.watch"
         path.parent.mkdir()
         path.write_bytes(bad)
@@ -121,6 +134,9 @@ def test_what_cannot_be_compared(folder: Path, capsys: pytest.CaptureFixture[str
     assert code == 2 and "no such file or folder" in err
     code, _, err = diff(capsys, folder / "a", tmp_path)
     assert code == 1 and "no record" in err
+    (tmp_path / "rank0.watch").write_bytes(SIGNATURE)
+    code, _, err = diff(capsys, folder / "a", tmp_path)
+    assert code == 1 and "rank0.watch: no step is recorded" in err and err.count("\n") == 1
 
 
 def test_an_error_of_the_script_is_shown_with_its_record(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""A hook of a watcher, and what it asks torch about the moment in which it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from dash_attn.watching import environment
+
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+class Hook:
+    """Calls a method of a watcher. torch.compile does not trace the method: a compiled model runs in graphs that end at
+    every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself is watched."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+        self._disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *given: Any) -> None:
+        if torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
+            return
+        # While torch.compile traces this, the condition holds. Else `_disabled` would only take time.
+        if torch.compiler.is_dynamo_compiling():
+            self._disabled(*given)
+        else:
+            self._call(*given)
+
+    def __reduce__(self) -> tuple[type[Idle], tuple[()]]:
+        return Idle, ()
+
+
+class Idle:
+    """The hook of a copy."""
+
+    def __call__(self, *given: Any) -> None:
+        pass
+
+
+def compile_again() -> None:
+    """What torch.compile has compiled does not know of hooks that come or go."""
+    if environment.compiled_frames():
+        torch.compiler.reset()
+
+
+def is_unreal() -> bool:
+    """Do tensors have no values that a step could record? So it is while a CUDA graph is captured, whose kernels run
+    later, and again: they must not write to buffers of this step. So it is in traces, exports and transforms."""
+    return (
+        captures()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or forward_ad._current_level >= 0
+        or torch._C._get_dispatch_mode(FAKE) is not None
+        or torch.compiler.is_exporting()
+    )
+
+
+def captures() -> bool:
+    """Is a CUDA graph being captured?"""
+    begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return begun and torch.cuda.is_current_stream_capturing()
+
+
+def recomputes() -> bool:
+    """Does a backward run? A forward inside it is that of gradient checkpointing."""
+    return bool(torch._C._current_graph_task_id() != -1)
