@@ -22,7 +22,7 @@ from dash_attn.api.arguments import (
 )
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
-from dash_attn.api.extras import Given, Seed, traced_extras
+from dash_attn.api.extras import Given, Seed, is_plain, traced_extras
 from dash_attn.api.ops import Order, Posed
 from dash_attn.backends import Extras, Operands, Options
 from dash_attn.problem import Mask
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dash_attn.program import Program
 
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
-BATCHED: Any = torch._C._parse_dispatch_key("Batched")
+BATCHED: Any = torch._C._parse_dispatch_key("Batched")  # torch.autograd gives a batch of gradients as one such tensor
 
 
 class Attention(torch.autograd.Function):
@@ -51,7 +51,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return None, None, None, None
-        refuse_batched(dout)
+        if torch._C._dispatch_keys(dout).has(BATCHED):
+            refuse_batched()
         q, k, v, out, lse = ctx.saved_tensors
         operands = Operands(dout, q, k, v, out, lse)
         if torch.is_grad_enabled():  # create_graph=True
@@ -81,7 +82,8 @@ class FeaturedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return None, None, None, None, None, None
-        refuse_batched(dout, dlse)
+        if any(x is not None and torch._C._dispatch_keys(x).has(BATCHED) for x in (dout, dlse)):
+            refuse_batched()
         q, k, v, out, lse, sinks, seed = ctx.saved_tensors
         operands = Operands(torch.zeros_like(out) if dout is None else dout, q, k, v, out, lse)
         extras = None if sinks is None and seed is None and dlse is None else Extras(sinks, seed, dlse)
@@ -291,10 +293,10 @@ def attention(
                    has a gradient
     """
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    given = Given(softcap, dropout, sinks, seed)
-    if given.is_plain:
+    if is_plain(softcap, dropout, sinks):
         out, lse = attend(q, k, v, asked, None, return_lse)
     else:
+        given = Given(softcap, dropout, sinks, seed)
         out, lse = attend(q, k, v, asked._replace(features=given.features()), given.extras(q), return_lse)
     return (out, lse) if return_lse else out
 
@@ -352,13 +354,11 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
             )
 
 
-def refuse_batched(*grads: Tensor | None) -> None:
-    """torch.autograd gives a batch of gradients as one tensor that only some operators understand."""
-    if any(x is not None and torch._C._dispatch_keys(x).has(BATCHED) for x in grads):
-        raise NotImplementedError(
-            "dash_attn has no rule for a batch of gradients (is_grads_batched=True, or vectorize=True): call the "
-            "backward once for each gradient"
-        )
+def refuse_batched() -> None:
+    raise NotImplementedError(
+        "dash_attn has no rule for a batch of gradients (is_grads_batched=True, or vectorize=True): call the backward "
+        "once for each gradient"
+    )
 
 
 def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:

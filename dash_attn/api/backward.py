@@ -24,7 +24,7 @@ from dash_attn.api.arguments import (
 from dash_attn.api.attention import is_watched, plain_of, refuse_tangents
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
-from dash_attn.api.extras import Given, Seed
+from dash_attn.api.extras import Given, Seed, is_plain
 from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Extras, Gradients, Operands, Options
 from dash_attn.problem import Mask
@@ -95,8 +95,8 @@ def backward(
     sides = (cu_seqlens_q, cu_seqlens_k)
     plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
     asked, extras = Arguments(*plain, panels=panels), None
-    features = Given(softcap, dropout, sinks, seed)
-    if not features.is_plain:
+    if not is_plain(softcap, dropout, sinks):
+        features = Given(softcap, dropout, sinks, seed)
         asked = asked._replace(features=features.features())
         if dropout and seed is None:
             raise ValueError(f"dropout is {dropout} and seed is None: give the seed of the forward")

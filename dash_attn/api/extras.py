@@ -26,11 +26,6 @@ class Given(NamedTuple):
     seed: Seed | None
     name: str = "sinks"
 
-    @property
-    def is_plain(self) -> bool:
-        """Neither softcap nor dropout nor sinks. What is no number is not plain: `features` refuses it."""
-        return self.sinks is None and _is_off(self.softcap) and _is_off(self.dropout)
-
     def features(self) -> Features:
         """The features of the problem, apart from the head dim of v."""
         numbers: dict[str, object] = {"softcap": self.softcap, "dropout": self.dropout}
@@ -55,6 +50,11 @@ class Given(NamedTuple):
             sinks = sinks.to(torch.float32)
         seed = (drawn_seed() if self.seed is None else seed_of(self.seed)) if self.dropout else None
         return Extras(sinks, seed)
+
+
+def is_plain(softcap: float | None, dropout: float | None, sinks: Tensor | None) -> bool:
+    """No softcap, dropout or sinks. What is no number is not plain: `Given.features` refuses it."""
+    return sinks is None and _is_off(softcap) and _is_off(dropout)
 
 
 def _is_off(number: float | None) -> bool:
