@@ -14,7 +14,7 @@ import torch
 from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Features, Problem, documents
-from tests.distributed import jobs, memory
+from tests.distributed import jobs, memory, wrong
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
 
@@ -192,6 +192,17 @@ def test_what_is_refused(pool: Pool) -> None:
     for said in pool.run(jobs.refusals, 2)[:2]:
         for message, expected in zip(said, REFUSED, strict=True):
             assert expected in message
+
+
+def test_ranks_of_a_mesh_that_do_not_ascend_are_refused_on_all_of_them(pool: Pool) -> None:
+    """torch sorts the ranks of a group, so that their numbers there would not be a grid."""
+    meshes = ([[0, 1], [2, 3]], [[3, 0], [1, 2]], [[2, 3], [0, 1]], [3, 2, 1, 0])
+    for rank, (good, *others) in enumerate(pool.run(wrong.on_meshes, meshes)):
+        if rank < 4:
+            assert good == ["no error"] * 4
+        for mesh, said in zip(meshes[1:], others, strict=True):
+            expected = f"whose ranks ascend along every dimension, got {mesh}" if rank < 4 else "that this process"
+            assert all(each.startswith(f"ValueError: group must be a DeviceMesh {expected}") for each in said)
 
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
