@@ -124,6 +124,16 @@ class Ranks:
             number = number * axis.size + axis.number
         return number
 
+    def device(self, *given: object) -> torch.device:
+        """Of the first of the given tensors that the group can send. Without one, a device that the group serves."""
+        kinds = [device.type for device in self.axes[0].group._device_types]
+        for x in given:
+            if isinstance(x, Tensor) and x.device.type in kinds:
+                return x.device
+        # The other ranks have their tensors on GPUs, if there are any.
+        gpus = [kind for kind in kinds if kind != "cpu" and torch.accelerator.is_available()]
+        return torch.device(gpus[0] if gpus else "cpu")
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, which have the same shape, under a new first dimension."""
         parts = x.unsqueeze(0)

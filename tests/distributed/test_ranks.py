@@ -175,6 +175,27 @@ def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
             assert message in said[rank][number]
 
 
+ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
+    ({}, "no error"),
+    ({"q": None}, "q must be a torch.Tensor, got NoneType"),
+    ({"q": [1.0]}, "q must be a torch.Tensor, got list"),
+    ({"q": None, "k": None, "v": None}, "q must be a torch.Tensor, got NoneType"),
+    ({"q": torch.empty(24, 4, 8, device="meta")}, "k must have the device of q, meta; got cpu"),
+    ({"cu_seqlens": ["a"]}, "cu_seqlens must be a list of whole numbers, or a tensor of them (int32); got ['a']"),
+    ({"cu_seqlens": [0, 20.5, 48]}, "cu_seqlens must be a list of whole numbers"),
+    ({"cu_seqlens_k": 48}, "cu_seqlens_k must be a list of whole numbers"),
+    ({"scale": [1.0]}, "must be real number, not list"),  # no ValueError
+]
+
+
+def test_what_one_rank_refuses_is_an_error_on_all(pool: Pool) -> None:
+    first, last, *_ = pool.run(wrong.on_one_rank, [call for call, _ in ON_ONE_RANK])
+    for (_, message), said, others in zip(ON_ONE_RANK, last, first, strict=True):
+        assert [each for each in (*said, *others) if message not in each] == []
+        if message != "no error":
+            assert all(each.startswith("ValueError: rank 1 refuses its arguments: ") for each in others)
+
+
 REFUSED = (
     "differentiated once, not twice",
     "differentiated once, not twice",
