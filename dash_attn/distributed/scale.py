@@ -176,7 +176,7 @@ class Rank:
             count = len(chunks_of(self.problem))
             across = range(self.number % self.ways, self.ranks, self.ways)
             rows, each = trip_rows(problem, self._tokens()), load.gathered_sent // (len(across) - 1) // count
-            gathers = [machines.gather(self.number, across, each * part // sum(rows)) for part in rows]
+            gathers = [machines.gather(self.number, across, each * part // max(1, sum(rows))) for part in rows]
             add = machines.exchange(self.number, across, [size // count for size in to])
             begin = [0, *np.cumsum(seen).tolist()]
             stages = [

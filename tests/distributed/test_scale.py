@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dash_attn.distributed.scale import Cluster, pipeline, predict
+from dash_attn.distributed.scale import Cluster, Rank, pipeline, predict
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tools.cli.main import main
 
@@ -65,6 +65,14 @@ def test_memory_where_ranks_share_tokens() -> None:
     assert shared.workspace_bytes == by_parts.workspace_bytes > 0
     assert by_parts.memory_bytes - shared.memory_bytes == 2 * 2 * 128 * 2**17  # keys and values of one head, 16 bits
     assert shared.sent_bytes == by_parts.sent_bytes
+
+
+@pytest.mark.parametrize("lengths", [(64, 0), (0, 64), (0, 0)], ids=str)
+def test_without_queries_or_keys_nothing_is_computed(lengths: tuple[int, int]) -> None:
+    for rank in range(4):
+        spans = Rank(Problem(2, 4, 4, *lengths, mask=CAUSAL, panels=16), "zigzag", 4, 1, rank).spans(Cluster())
+        assert spans.computing == 0 < spans.forward
+        assert (spans.sent > 0) == (lengths[1] > 0)
 
 
 def test_a_problem_that_gpus_refuse_has_no_workspace() -> None:
