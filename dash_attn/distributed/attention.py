@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, SupportsIndex, overload
 
@@ -234,7 +233,8 @@ def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
             "another group, or mode='auto'"
         )
     if not is_grid:
-        shared = math.gcd(heads_kv, ranks.size)
+        # The greatest common divisor. torch.compile cannot trace math.gcd with a number of heads that may change.
+        shared = max([ways for ways in range(1, ranks.size + 1) if ranks.size % ways == 0 and heads_kv % ways == 0])
         # Ranks that share heads and tokens send more than they save (docs/scale.md).
         return 1 if mode == "all_gather" or (mode == "auto" and shared < ranks.size) else shared
     ways = ranks.axes[1].size

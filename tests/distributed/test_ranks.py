@@ -14,7 +14,7 @@ import torch
 from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Features, Problem, documents
-from tests.distributed import jobs, memory, wrong
+from tests.distributed import jobs, memory, training, wrong
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
 
@@ -227,9 +227,11 @@ def test_ranks_of_a_mesh_that_do_not_ascend_are_refused_on_all_of_them(pool: Poo
 
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "compile lse", "strides", "late"])
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "accumulate", "compile", "compile dynamic", "compile lse", "strides", "late"]
+)
 def test_training(pool: Pool, way: str, mode: str) -> None:
-    assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
+    assert pool.run(training.in_training, way, mode, 2)[:2] == [[], []]
 
 
 def test_tensor_parallel_around_it(pool: Pool) -> None:
