@@ -126,11 +126,16 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunk_bytes", [SMALL, LARGE])
 @pytest.mark.parametrize("heads", [(8, 8), (2, 2)], ids=str)
-def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], mode: str) -> None:
-    """Two kv heads on 8 ranks are `a2a` over two of them, and gathered by parts of a group."""
+def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], chunk_bytes: int, mode: str) -> None:
+    """Two kv heads on 8 ranks are `a2a` over two of them, and gathered by parts of a group.
+
+    Beside what `explain` says there are the results, and a part of one that is copied.
+    """
     case = Case(lengths=(256, 256), heads=heads, dim=32, arguments={"causal": True})
-    for said, most in pool.run(memory.measured, case, mode):
+    for said, most, results, part in pool.run(memory.measured, case, mode, chunk_bytes):
+        assert results <= most["other"] <= results + part
         assert said.gathered_bytes == most.get("gathered", 0)
         workspace = most["workspace"]
         if said.tokens_over > 1:
