@@ -20,6 +20,7 @@ from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.distributed.stages import stages_of, trip_rows
 from dash_attn.distributed.tokens import Load, chunks_of, held_pack, load_of
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.problem import Problem
 from dash_attn.problem.panels import Longs
@@ -149,7 +150,7 @@ class Rank:
 
         gpu, problem = Sm90Backend(torch.device("cuda")), self.problem
         if self.ways < self.ranks:
-            pack = held_pack(problem, self._routes(), gpu.tile_shape, "auto")
+            pack = held_pack(problem, self._routes, gpu.tile_shape, "auto")
         else:
             pack = Pack(problem, gpu.tile_shape)
         try:
@@ -181,7 +182,7 @@ class Rank:
             begin = [0, *np.cumsum(seen).tolist()]
             stages = [
                 (stage.trips, sum(begin[b] - begin[a] for a, b in stage.rows) / max(1, begin[-1]))
-                for stage in stages_of(problem, self._tokens(), self.number // self.ways, self._routes().panels)
+                for stage in stages_of(problem, self._tokens(), self.number // self.ways, self._routes.panels)
             ]
             forward += pipeline(count, computing[0] / count, gathers, 0.0, stages) - computing[0]
             backward += pipeline(count, computing[1] / count, gathers, add, stages) - computing[1]
@@ -212,12 +213,13 @@ class Rank:
 
     def _load(self) -> tuple[Load, list[int]]:
         """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
-        number, routes, problem = self.number // self.ways, self._routes(), self.problem
+        number, routes, problem = self.number // self.ways, self._routes, self.problem
         row = 4 * (problem.dim + problem.dim_v) * problem.heads_kv
         to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
         is_part = self.ways > 1 and not self.on_mesh
         return load_of(problem, self._tokens(), routes, number, is_part), to
 
+    @cached_property
     def _routes(self) -> Routes:
         return Routes.of(self.problem, self._tokens(), self.number // self.ways)
 
