@@ -201,6 +201,42 @@ def test_what_one_rank_refuses_is_an_error_on_all(pool: Pool) -> None:
             assert all(each.startswith("ValueError: rank 1 refuses its arguments: ") for each in others)
 
 
+UNSHARD_ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
+    ({}, "no error"),
+    ({"x": torch.zeros(4, 3)}, "shape of x beside dim is (4,) on rank 0, (3,) on rank 1"),
+    ({"x": torch.zeros(4, 4, dtype=torch.int16)}, "dtype is torch.float32 on rank 0, torch.int16 on rank 1"),
+    ({"x": torch.zeros(4, 4, 1)}, "shape of x beside dim is (4,) on rank 0, (4, 1) on rank 1"),
+    ({"x": torch.tensor(1.0)}, "dim must be a dimension of x, which has shape (); got 0"),
+    ({"x": torch.zeros(4, 4, requires_grad=True)}, "unshard has no gradient"),
+    ({"x": torch.zeros(4, 4, device="meta")}, "x must be on a device that the group serves, got meta"),
+    ({"x": None}, "x must be a torch.Tensor, got NoneType"),
+    ({"dim": 1}, "dim is 0 on rank 0, 1 on rank 1"),
+    ({"dim": -2}, "no error"),
+    ({"dim": 2}, "dim must be a dimension of x, which has shape (4, 4); got 2"),
+    ({"layout": "contiguous"}, "panels and layout is (16, 'zigzag') on rank 0, (16, 'contiguous') on rank 1"),
+]
+
+
+def test_what_one_rank_refuses_to_unshard_is_an_error_on_all(pool: Pool) -> None:
+    for said in pool.run(wrong.unshard_on_one_rank, [call for call, _ in UNSHARD_ON_ONE_RANK])[:2]:
+        for (_, message), error in zip(UNSHARD_ON_ONE_RANK, said, strict=True):
+            assert message in error
+            assert error.startswith(("ValueError: ", "no error"))
+
+
+def test_a_part_has_memory_of_its_own(pool: Pool) -> None:
+    assert pool.run(training.shared_memory) == [[]] * 8
+
+
+def test_every_dtype_is_cut_and_joined(pool: Pool) -> None:
+    assert pool.run(training.kinds_that_change) == [[]] * 8
+
+
+def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
+    for said in pool.run(wrong.shard_of_nothing):
+        assert said == "ValueError: dim must be a dimension of x, which has shape (); got 0"
+
+
 REFUSED = (
     "differentiated once, not twice",
     "differentiated once, not twice",

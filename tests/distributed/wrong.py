@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dash_attn.distributed import context_parallel_attention, explain, shard, unshard
@@ -37,10 +38,23 @@ def _on_mesh(mesh: DeviceMesh) -> list[str]:
 
 
 def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The last of two ranks gives other arguments than the first: the errors of attention and explain."""
+    """The last of two ranks has some arguments of its own: the errors of attention and explain."""
     if 2 not in groups:
         return []
     group, (q, k, v, _) = groups[2], (x[0, :24] for x in Case().tensors())
     right = {"q": q, "k": k, "v": v, "cu_seqlens": [0, 20, 48], "group": group}
     mine = [right | (call if group.rank() else {}) for call in calls]
     return [[error_of(f, **arguments) for f in (context_parallel_attention, explain)] for arguments in mine]
+
+
+def unshard_on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[str]:
+    """The same for `unshard`."""
+    if 2 not in groups:
+        return []
+    group, right = groups[2], {"x": torch.zeros(4, 4), "dim": 0}
+    return [error_of(unshard, **right | (call if group.rank() else {}), group=group) for call in calls]
+
+
+def shard_of_nothing(groups: Groups) -> str:
+    """The error of a tensor without dimensions."""
+    return error_of(shard, torch.tensor(1.0), dim=0)
