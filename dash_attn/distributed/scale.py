@@ -130,6 +130,15 @@ class Spans(NamedTuple):
     memory: int
 
 
+class Traffic(NamedTuple):
+    """Bytes of one rank: sent to others in forward and backward, and held beside the workspace."""
+
+    forward: int
+    backward: int
+    gathered: int
+    sums: int
+
+
 @dataclass(frozen=True)
 class Rank:
     """A rank of a predicted call. The problem has the heads of this rank, and all tokens.
@@ -158,20 +167,28 @@ class Rank:
         except NotImplementedError:
             return 0
 
+    def traffic(self) -> Traffic:
+        """What `explain` counts. Without ranks that share tokens, nothing is gathered."""
+        forward, backward = self._exchanged()
+        if self.ways == self.ranks:
+            return Traffic(forward, backward, 0, 0)
+        load, _ = self._load()
+        sent = load.gathered_sent
+        return Traffic(forward + sent, backward + sent + load.sums_sent, load.gathered, load.sums)
+
     def spans(self, machines: Cluster) -> Spans:
         problem = self.problem
         seen = self._seen()
         pairs, dim, dim_v = problem.heads_q * int(seen.sum()), problem.dim, problem.dim_v
         # Two products in the forward, of which one is as wide as v, and five in the backward, of which two are.
         computing = 2 * pairs * (dim + dim_v) / machines.forward, 2 * pairs * (3 * dim + 2 * dim_v) / machines.backward
-        exchanged, held = self._exchanged(), 0
+        exchanged, traffic = self._exchanged(), self.traffic()
         first = self.number - self.number % self.ways
         near = range(first, first + self.ways)
         forward, backward = (
             seconds + (machines.exchange(self.number, near, self._to_others(near, size)) if self.ways > 1 else 0.0)
             for seconds, size in zip(computing, exchanged, strict=True)
         )
-        sent = sum(exchanged)
         if self.ways < self.ranks:
             load, to = self._load()
             count = len(chunks_of(self.problem))
@@ -186,7 +203,7 @@ class Rank:
             ]
             forward += pipeline(count, computing[0] / count, gathers, 0.0, stages) - computing[0]
             backward += pipeline(count, computing[1] / count, gathers, add, stages) - computing[1]
-            sent, held = sent + 2 * load.gathered_sent + load.sums_sent, load.gathered + load.sums
+        sent, held = traffic.forward + traffic.backward, traffic.gathered + traffic.sums
         return Spans(forward, backward, sum(computing), sent, held)
 
     def _seen(self) -> Longs:
