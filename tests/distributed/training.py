@@ -1,4 +1,7 @@
-"""Attention over ranks as training uses it, and tensors cut and joined. The functions are called by name, in processes of their own."""
+"""Attention over ranks as training uses it, and tensors cut and joined.
+
+The functions are called by name, in processes of their own.
+"""
 
 from __future__ import annotations
 
