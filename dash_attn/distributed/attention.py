@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple, overload
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from dash_attn.api.attention import autocast, order_of
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Posed, sink_gradient
-from dash_attn.backends import Extras, backend_for
+from dash_attn.backends import backend_for
 from dash_attn.distributed import ops
 from dash_attn.distributed.layout import MODES, Layout, usual_panels
 from dash_attn.distributed.meeting import refuse
-from dash_attn.distributed.ops import Terms
+from dash_attn.distributed.ops import Around, Terms
 from dash_attn.distributed.ranks import Group, Ranks, ranks_of
 from dash_attn.problem import Mask
 
@@ -169,11 +169,10 @@ def context_parallel_attention(
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     q, k, v = autocast(q, k, v)
     given = Given(softcap, dropout, sinks, seed)
-    terms, extras = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
-    packed, cu = q.ndim == 3, traced_boundaries(asked, q.device)
+    terms, around = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
+    packed = q.ndim == 3
     if packed:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    around = (*cu, extras.sinks, extras.seed)
     out, lse = ContextParallel.apply(q, k, v, *around, terms.text(), return_lse)  # type: ignore[no-untyped-call]
     if packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -188,8 +187,11 @@ class Sharing(NamedTuple):
     layout: str
 
 
-def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sharing: Sharing) -> tuple[Terms, Extras]:
-    """The checked arguments of this rank. torch.compile traces this."""
+def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sharing: Sharing) -> tuple[Terms, Around]:
+    """The checked arguments of this rank. torch.compile traces this.
+
+    Any error here is told to the other ranks, which would wait for this one.
+    """
     ranks = sharing.ranks
     try:
         check_arguments(q, k, v, asked)
@@ -201,12 +203,23 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         ways = _ways(ranks, sharing.mode, k.shape[-2])
         posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
         if not torch.compiler.is_compiling():
+            _check_boundaries(asked)
             backend_for(q.device)
-    except (ValueError, NotImplementedError) as error:
-        if isinstance(q, Tensor) and not torch.compiler.is_compiling():
-            refuse(ranks, error, q.device)
+        around = Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed)
+    except Exception as error:
+        if not torch.compiler.is_compiling():
+            refuse(ranks, error, ranks.device(q, k, v))
         raise
-    return Terms(posed, order, ranks.names, ways, sharing.layout, features.softcap, features.dropout), extras
+    return Terms(posed, order, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
+
+
+def _check_boundaries(asked: Arguments) -> None:
+    """The cu_seqlens that are no tensors. Where they become tensors, torch would round fractions."""
+    for name, given in zip(asked.names, (asked.cu_q, asked.cu_k), strict=True):
+        if given is None or isinstance(given, Tensor):
+            continue
+        if not isinstance(given, Iterable) or not all(isinstance(x, SupportsIndex) for x in given):
+            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
@@ -220,7 +233,8 @@ def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
             "another group, or mode='auto'"
         )
     if not is_grid:
-        shared = math.gcd(heads_kv, ranks.size)
+        # The greatest common divisor. torch.compile cannot trace math.gcd with a number of heads that may change.
+        shared = max([ways for ways in range(1, ranks.size + 1) if ranks.size % ways == 0 and heads_kv % ways == 0])
         # Ranks that share heads and tokens send more than they save (docs/scale.md).
         return 1 if mode == "all_gather" or (mode == "auto" and shared < ranks.size) else shared
     ways = ranks.axes[1].size

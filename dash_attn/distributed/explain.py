@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from dash_attn.api.arguments import Arguments, Window, traced_boundaries
+from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.layout import usual_panels
-from dash_attn.distributed.ops import Around, Shape, agreed
+from dash_attn.distributed.ops import Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
 from dash_attn.distributed.scale import Cluster, Rank, exchanged
 from dash_attn.problem import Mask
@@ -80,13 +80,10 @@ def explain(
     panels = usual_panels(ranks.size) if panels is None else panels
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
     given = Given(softcap, dropout, sinks, seed)
-    terms, extras = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
+    terms, around = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
     if q.ndim == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    rows = q.shape[1], k.shape[1]
-    call = agreed(
-        Shape.of(q, k, v, 1), rows, Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed), terms
-    )
+    call = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), around, terms)
     tokens, problem, ways = call.tokens, call.tokens.whole.problem, call.q.axis.size
     forward, backward = exchanged(problem, (call.q, call.k), q.shape[0])
     load = tokens.load()

@@ -61,23 +61,33 @@ class Layout:
     @cached_property
     def numbers(self) -> tuple[tuple[int, ...], ...]:
         """The ranges of each rank."""
-        return tuple(tuple(i for i, at in enumerate(self.holder) if at == rank) for rank in range(self.ranks))
+        own: list[list[int]] = [[] for _ in range(self.ranks)]
+        for number, rank in enumerate(self.holder):
+            own[rank].append(number)
+        return tuple(map(tuple, own))
 
     def ranges(self, length: int) -> list[Range]:
         """All ranges of `length` tokens."""
         size = -(-length // self.panels)
         return [(min(i * size, length), min((i + 1) * size, length)) for i in range(self.panels)]
 
-    @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
     def held(self, length: int, rank: int) -> tuple[Range, ...]:
         """The tokens of a rank. Neighbouring ranges are joined, and empty ones left out."""
-        ranges, joined = self.ranges(length), list[Range]()
-        for begin, end in (ranges[i] for i in self.numbers[rank]):
-            if joined and joined[-1][1] == begin:
-                joined[-1] = joined[-1][0], end
-            elif begin < end:
-                joined.append((begin, end))
-        return tuple(joined)
+        return self._held(length)[rank]
+
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
+    def _held(self, length: int) -> tuple[tuple[Range, ...], ...]:
+        """Of every rank."""
+        ranges, every = self.ranges(length), list[tuple[Range, ...]]()
+        for numbers in self.numbers:
+            joined = list[Range]()
+            for begin, end in (ranges[i] for i in numbers):
+                if joined and joined[-1][1] == begin:
+                    joined[-1] = joined[-1][0], end
+                elif begin < end:
+                    joined.append((begin, end))
+            every.append(tuple(joined))
+        return tuple(every)
 
     def lengths(self, length: int) -> list[int]:
         """The number of tokens of each rank."""

@@ -45,7 +45,7 @@ def meet(ranks: Ranks, arguments: Mapping[str, object], rows: tuple[int, int], d
 def refuse(ranks: Ranks, error: Exception, device: torch.device) -> None:
     """Take part in `meet` without arguments, so that the other ranks do not wait: they raise the error too."""
     _exchange(ranks, [1], device)
-    ranks.texts(str(error), device)
+    ranks.texts(str(error) or type(error).__name__, device)
 
 
 def _exchange(ranks: Ranks, numbers: list[int], device: torch.device) -> list[list[int]]:

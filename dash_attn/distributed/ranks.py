@@ -124,6 +124,16 @@ class Ranks:
             number = number * axis.size + axis.number
         return number
 
+    def device(self, *given: object) -> torch.device:
+        """Of the first of the given tensors that the group can send. Without one, a device that the group serves."""
+        kinds = [device.type for device in self.axes[0].group._device_types]
+        for x in given:
+            if isinstance(x, Tensor) and x.device.type in kinds:
+                return x.device
+        # The other ranks have their tensors on GPUs, if there are any.
+        gpus = [kind for kind in kinds if kind != "cpu" and torch.accelerator.is_available()]
+        return torch.device(gpus[0] if gpus else "cpu")
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, which have the same shape, under a new first dimension."""
         parts = x.unsqueeze(0)
@@ -158,6 +168,8 @@ def ranks_of(group: Group) -> Ranks:
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             raise ValueError(f"group must be a DeviceMesh of one or two dimensions, got {group.ndim}: slice it by name")
+        if wrong := _wrong(group):
+            raise ValueError(f"group must be a DeviceMesh {wrong}")
         groups = [group.get_group(dim) for dim in range(group.ndim)]
     else:
         given = dist.group.WORLD if group is None else group
@@ -168,3 +180,17 @@ def ranks_of(group: Group) -> Ranks:
             )
         groups = [given]
     return Ranks(tuple(map(Axis.of, groups)))
+
+
+@torch.compiler.assume_constant_result
+def _wrong(mesh: DeviceMesh) -> str:
+    """What a mesh must be and is not. All its processes get the same answer, so that none of them waits for another."""
+    if mesh.get_coordinate() is None:
+        return f"that this process belongs to, got the ranks {mesh.mesh.tolist()}"
+    if all(bool((mesh.mesh.diff(dim=dim) > 0).all()) for dim in range(mesh.ndim)):
+        return ""
+    # torch sorts the ranks of a group. Then the number of a process in a group is not its coordinate in the mesh.
+    return (
+        f"whose ranks ascend along every dimension, got {mesh.mesh.tolist()}: give the ranks in ascending order, as "
+        "torch.distributed.device_mesh.init_device_mesh does"
+    )

@@ -60,12 +60,15 @@ class Routes:
     @staticmethod
     def of(problem: Problem, layout: Layout, rank: int) -> Routes:
         panels, place = _panels(problem, layout)
-        every = [_sums(problem, layout, place, to) for to in range(layout.ranks)]
-        sent = [sorted((p for s in sums for p in s.parts if p.source == rank), key=lambda p: p.first) for sums in every]
-        received = [0] * layout.ranks
-        for part in (part for each in every[rank] for part in each.parts):
+        # All parts between all ranks would be many: those to this rank, and those from it, are enough.
+        mine = {sequence: [each for each in every if each[0] == rank] for sequence, every in place.items()}
+        sent = [
+            [part for each in _sums(problem, layout, mine, to) for part in each.parts] for to in range(layout.ranks)
+        ]
+        sums, received = _sums(problem, layout, place, rank), [0] * layout.ranks
+        for part in (part for each in sums for part in each.parts):
             received[part.source] += part.count
-        return Routes(panels[rank], _joined(every[rank]), tuple(map(tuple, sent)), tuple(received))
+        return Routes(panels[rank], _joined(sums), tuple(map(tuple, sent)), tuple(received))
 
 
 @kept()
@@ -100,8 +103,8 @@ def _firsts(length: int, layout: Layout) -> list[int]:
 
 
 def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int, Panel]]], to: int) -> tuple[Sum, ...]:
-    """The sums over the keys of rank `to`, in ascending order of its rows."""
-    length = layout.lengths(problem.len_k)[to]
+    """The sums over the keys of rank `to`, of the panels in `place`, in ascending order of its rows."""
+    length = sum(end - begin for begin, end in layout.held(problem.len_k, to))
     counts, sums = [0] * layout.ranks, list[Sum]()
     for number, sequence in enumerate(problem.sequences):
         batch, begin = divmod(sequence.k_row, problem.len_k) if problem.len_k else (0, 0)

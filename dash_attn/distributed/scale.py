@@ -20,6 +20,7 @@ from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
 from dash_attn.distributed.stages import stages_of, trip_rows
 from dash_attn.distributed.tokens import Load, chunks_of, held_pack, load_of
+from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.problem import Problem
 from dash_attn.problem.panels import Longs
@@ -129,6 +130,15 @@ class Spans(NamedTuple):
     memory: int
 
 
+class Traffic(NamedTuple):
+    """Bytes of one rank: sent to others in forward and backward, and held beside the workspace."""
+
+    forward: int
+    backward: int
+    gathered: int
+    sums: int
+
+
 @dataclass(frozen=True)
 class Rank:
     """A rank of a predicted call. The problem has the heads of this rank, and all tokens.
@@ -149,7 +159,7 @@ class Rank:
 
         gpu, problem = Sm90Backend(torch.device("cuda")), self.problem
         if self.ways < self.ranks:
-            pack = held_pack(problem, self._routes(), gpu.tile_shape, "auto")
+            pack = held_pack(problem, self._routes, gpu.tile_shape, "auto")
         else:
             pack = Pack(problem, gpu.tile_shape)
         try:
@@ -157,35 +167,43 @@ class Rank:
         except NotImplementedError:
             return 0
 
+    def traffic(self) -> Traffic:
+        """What `explain` counts. Without ranks that share tokens, nothing is gathered."""
+        forward, backward = self._exchanged()
+        if self.ways == self.ranks:
+            return Traffic(forward, backward, 0, 0)
+        load, _ = self._load()
+        sent = load.gathered_sent
+        return Traffic(forward + sent, backward + sent + load.sums_sent, load.gathered, load.sums)
+
     def spans(self, machines: Cluster) -> Spans:
         problem = self.problem
         seen = self._seen()
         pairs, dim, dim_v = problem.heads_q * int(seen.sum()), problem.dim, problem.dim_v
         # Two products in the forward, of which one is as wide as v, and five in the backward, of which two are.
         computing = 2 * pairs * (dim + dim_v) / machines.forward, 2 * pairs * (3 * dim + 2 * dim_v) / machines.backward
-        exchanged, held = self._exchanged(), 0
+        exchanged, traffic = self._exchanged(), self.traffic()
         first = self.number - self.number % self.ways
         near = range(first, first + self.ways)
         forward, backward = (
             seconds + (machines.exchange(self.number, near, self._to_others(near, size)) if self.ways > 1 else 0.0)
             for seconds, size in zip(computing, exchanged, strict=True)
         )
-        sent = sum(exchanged)
         if self.ways < self.ranks:
             load, to = self._load()
             count = len(chunks_of(self.problem))
             across = range(self.number % self.ways, self.ranks, self.ways)
             rows, each = trip_rows(problem, self._tokens()), load.gathered_sent // (len(across) - 1) // count
-            gathers = [machines.gather(self.number, across, each * part // sum(rows)) for part in rows]
+            gathers = [machines.gather(self.number, across, each * part // max(1, sum(rows))) for part in rows]
             add = machines.exchange(self.number, across, [size // count for size in to])
             begin = [0, *np.cumsum(seen).tolist()]
             stages = [
                 (stage.trips, sum(begin[b] - begin[a] for a, b in stage.rows) / max(1, begin[-1]))
-                for stage in stages_of(problem, self._tokens(), self.number // self.ways, self._routes().panels)
+                for stage in stages_of(problem, self._tokens(), self.number // self.ways, self._routes.panels)
             ]
             forward += pipeline(count, computing[0] / count, gathers, 0.0, stages) - computing[0]
             backward += pipeline(count, computing[1] / count, gathers, add, stages) - computing[1]
-            sent, held = sent + 2 * load.gathered_sent + load.sums_sent, load.gathered + load.sums
+        sent, held = traffic.forward + traffic.backward, traffic.gathered + traffic.sums
         return Spans(forward, backward, sum(computing), sent, held)
 
     def _seen(self) -> Longs:
@@ -212,12 +230,13 @@ class Rank:
 
     def _load(self) -> tuple[Load, list[int]]:
         """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
-        number, routes, problem = self.number // self.ways, self._routes(), self.problem
+        number, routes, problem = self.number // self.ways, self._routes, self.problem
         row = 4 * (problem.dim + problem.dim_v) * problem.heads_kv
         to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
         is_part = self.ways > 1 and not self.on_mesh
         return load_of(problem, self._tokens(), routes, number, is_part), to
 
+    @cached_property
     def _routes(self) -> Routes:
         return Routes.of(self.problem, self._tokens(), self.number // self.ways)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dash_attn.api.arguments import check_tensor
 from dash_attn.distributed.layout import Layout, usual_panels
+from dash_attn.distributed.meeting import meet, refuse
 from dash_attn.distributed.ranks import Group, Ranks, ranks_of
 
 
@@ -15,7 +17,7 @@ def layout_of(ranks: Ranks, name: str, panels: int | None) -> Layout:
 
 
 def shard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", panels: int | None = None) -> Tensor:
-    """The part of `x` that belongs to this rank, along the token dimension `dim`.
+    """The part of `x` that belongs to this rank, along the token dimension `dim`: a copy, also on one rank.
 
     Every rank gives the whole tensor. It may hold anything with one entry for each token: ids, labels, position ids,
     embeddings. A pack is cut like one long sequence. A cut may lie inside a document.
@@ -25,23 +27,36 @@ def shard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", p
     panels  as in `context_parallel_attention`; it matters only if it does not divide the tokens
     """
     ranks = ranks_of(group)
+    _check(x, dim)
     held = layout_of(ranks, layout, panels).held(x.shape[dim], ranks.number)
-    parts = [x.narrow(dim, begin, end - begin) for begin, end in held] or [x.narrow(dim, 0, 0)]
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in held or [(0, 0)]], dim).contiguous()
 
 
 def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", panels: int | None = None) -> Tensor:
     """The whole tensor, on every rank, from the parts that `shard` or `context_parallel_attention` gives.
 
-    The arguments are as in `shard`. A tensor that needs a gradient is refused: the result has none.
+    The arguments are as in `shard`. A tensor that needs a gradient is refused: the result has none. What one rank
+    refuses, or what differs on the ranks, is an error on all of them.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ValueError("unshard has no gradient: give x.detach(), or call it under torch.no_grad()")
     ranks = ranks_of(group)
-    cut = layout_of(ranks, layout, panels)
+    try:
+        _check(x, dim)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError("unshard has no gradient: give x.detach(), or call it under torch.no_grad()")
+        if ranks.device(x) != x.device:
+            raise ValueError(f"x must be on a device that the group serves, got {x.device}")
+        cut = layout_of(ranks, layout, panels)
+    except Exception as error:
+        refuse(ranks, error, ranks.device(x))
+        raise
     rows = x.movedim(dim, 0)
-    counts = torch.tensor([len(rows)], dtype=torch.int64, device=x.device)
-    lengths = ranks.all_gather(counts).flatten().tolist()
+    alike = {
+        "dtype": x.dtype,
+        "dim": dim % x.ndim,
+        "shape of x beside dim": tuple(rows.shape[1:]),
+        "panels and layout": (cut.panels, layout),
+    }
+    lengths = [count for count, _ in meet(ranks, alike, (len(rows), 0), x.device)]
     total = sum(lengths)
     if lengths != cut.lengths(total):
         raise ValueError(
@@ -50,6 +65,13 @@ def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag",
         )
     padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
     padded[: len(rows)] = rows
-    parts = ranks.all_gather(padded)
+    sent = padded.flatten().view(torch.uint8)  # gloo does not take every dtype
+    parts = ranks.all_gather(sent).flatten().view(x.dtype).view(ranks.size, *padded.shape)
     whole = torch.cat([parts[rank, begin:end] for rank, (begin, end) in cut.pieces(total)] or [parts[0, :0]])
     return whole.movedim(0, dim).contiguous()
+
+
+def _check(x: Tensor, dim: int) -> None:
+    check_tensor("x", x)
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be a dimension of x, which has shape {tuple(x.shape)}; got {dim}")

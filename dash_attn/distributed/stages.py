@@ -73,15 +73,30 @@ class Stage:
         return given if given is None or given.dlse is None else given._replace(dlse=self.cut(given.dlse, 2))
 
 
-def joined(stages: Sequence[Stage], results: Sequence[Tensor], dim: int) -> Tensor:
-    """The way back of `Stage.cut`, from the results of all stages."""
-    if len(stages) == 1:
-        return results[0]
-    pieces = list[tuple[int, Tensor]]()
-    for stage, result in zip(stages, results, strict=True):
-        sizes = [end - begin for begin, end in stage.rows]
-        pieces += zip((begin for begin, _ in stage.rows), torch.split(result, sizes, dim), strict=True)
-    return torch.cat([piece for _, piece in sorted(pieces, key=lambda each: each[0])], dim)
+class Result:
+    """A tensor (batch, seqlen, heads, ...) of all queries of a rank, from parts.
+
+    A part has the rows of one stage, flattened over the batch, and some heads: (1, rows, heads, ...). It is copied at
+    once, so that the next part can have its memory. A part that has everything is not copied.
+    """
+
+    def __init__(self, batch: int, length: int, *others: int) -> None:
+        self._shape, self._rows = (batch, length, *others), torch.Size((1, batch * length, *others))
+        self._whole: Tensor | None = None
+
+    def put(self, stage: Stage, heads: slice, part: Tensor) -> None:
+        if part.shape == self._rows:
+            self._whole = part
+            return
+        if self._whole is None:
+            self._whole = part.new_empty(self._rows)
+        pieces = torch.split(part, [end - begin for begin, end in stage.rows], 1)
+        for (begin, end), piece in zip(stage.rows, pieces, strict=True):
+            self._whole[:, begin:end, heads] = piece
+
+    def whole(self) -> Tensor:
+        assert self._whole is not None, "there is at least one stage"
+        return self._whole.view(self._shape)
 
 
 def stages_of(problem: Problem, layout: Layout, rank: int, panels: Sequence[Panel]) -> tuple[Stage, ...]:

@@ -20,7 +20,7 @@ from dash_attn.distributed.gather import Gather
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
-from dash_attn.distributed.stages import Stage, joined, stages_of, trip_rows, trips
+from dash_attn.distributed.stages import Result, Stage, stages_of, trip_rows, trips
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack
 from dash_attn.prepare import Prepared, prepare_panels
@@ -148,49 +148,47 @@ class Tokens:
         """out, and lse (batch, heads, seqlen)."""
         if self.is_local:
             return self.whole.forward(q, k, v, extras)
-        outs, lses = list[Tensor](), list[Tensor]()
+        out, lse = Result(*q.shape[:3], v.shape[3]), Result(*q.shape[:3])
         for chunk, stages, gather in self._gathered(k, v):
-            mine, results = q[:, :, chunk.q], list[tuple[Tensor, Tensor]]()
-            rows = _joined(mine)
+            rows = _joined(q[:, :, chunk.q])
             for stage in stages:
                 held, keys_and_values = self._held(chunk, stage), gather.after(stage.trips)
-                results.append(held.forward(stage.cut(rows, 1), *keys_and_values, chunk.extras(extras)))
-                del keys_and_values
+                own_out, own_lse = held.forward(stage.cut(rows, 1), *keys_and_values, chunk.extras(extras))
+                out.put(stage, chunk.q, own_out)
+                lse.put(stage, chunk.q, own_lse.transpose(1, 2))
+                del keys_and_values, own_out, own_lse
             gather.finish()
-            out, lse = (joined(stages, each, dim) for each, dim in zip(zip(*results, strict=True), (1, 2), strict=True))
-            outs.append(out.view(*mine.shape[:3], out.shape[3]))
-            lses.append(lse.view(lse.shape[1], *mine.shape[:2]).transpose(0, 1))
-        return torch.cat(outs, 2), torch.cat(lses, 1)
+        return out.whole().contiguous(), lse.whole().transpose(1, 2).contiguous()
 
     def backward(self, operands: Operands, extras: Extras | None = None) -> Gradients:
         if self.is_local:
             return self.whole.backward(operands, None, extras)
         self.whole.alert()
-        dqs, sums, pending = list[Tensor](), list[KeySums](), None
+        dq, pending = Result(*operands.q.shape), None
+        # Keys that no query sees have gradient 0.
+        dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (operands.k, operands.v))
         for chunk, stages, gather in self._gathered(operands.k, operands.v):
-            dout, q, out = (x[:, :, chunk.q] for x in (operands.dout, operands.q, operands.out))
-            rows, lse = [_joined(x) for x in (dout, q, out)], chunk.rows_of(operands.lse)
-            own_dqs, own_sums = list[Tensor](), dict[int, KeySums]()
+            rows = [_joined(x[:, :, chunk.q]) for x in (operands.dout, operands.q, operands.out)]
+            lse = chunk.rows_of(operands.lse)
+            own_sums = dict[int, KeySums]()
             for stage in stages:
                 held, (keys, values) = self._held(chunk, stage), gather.after(stage.trips)
-                own_dout, own_q, own_out = (stage.cut(x, 1) for x in rows)
-                own = Operands(own_dout, own_q, keys, values, own_out, stage.cut(lse, 2))
+                dout, q, out = (stage.cut(x, 1) for x in rows)
+                own = Operands(dout, q, keys, values, out, stage.cut(lse, 2))
                 partials = held.backward(own, stage.extras(chunk.extras(extras)))
-                own_dqs.append(partials.dq)
+                dq.put(stage, chunk.q, partials.dq)
                 own_sums |= zip(stage.numbers, partials.sums, strict=True)
-                del own, keys, values, partials
+                del own, dout, q, out, keys, values, partials
             gather.finish()
-            dqs.append(joined(stages, own_dqs, 1).view(q.shape))
             if pending is not None:  # the dK and dV of the heads before were under way while this rank computed
-                sums.append(pending())
+                pending()
                 pending = None  # frees what has arrived before more is sent
-            models = KeySums(operands.k[:, :, chunk.k], operands.v[:, :, chunk.k])
-            pending = self._summed(held, own_sums, models)
+            into = KeySums(*[_joined(x)[:, :, chunk.k] for x in (dk, dv)])
+            pending = self._summed(held, own_sums, into)
             del own_sums  # they are copied, and the next heads need the memory
         if pending is not None:
-            sums.append(pending())
-        dk, dv = (torch.cat(each, 2) for each in zip(*sums, strict=True))
-        return Gradients(torch.cat(dqs, 2), dk, dv)
+            pending()
+        return Gradients(dq.whole().contiguous(), dk, dv)
 
     def load(self) -> Load:
         """What this rank sends and holds."""
@@ -227,12 +225,12 @@ class Tokens:
     def _gather(self, k: Tensor, v: Tensor, chunk: Chunk) -> Gather:
         return Gather(self.axis, self.layout, self.whole.problem, (k[:, :, chunk.k], v[:, :, chunk.k]))
 
-    def _summed(self, held: Held, sums: Mapping[int, KeySums], models: KeySums) -> Callable[[], KeySums]:
+    def _summed(self, held: Held, sums: Mapping[int, KeySums], into: KeySums) -> Callable[[], None]:
         """Start to exchange the dK and dV of panels, and give the function that adds those of this rank's keys.
 
-        `models` are these keys and values.
+        `into` is where the totals go, (1, rows, heads, dim).
         """
-        routes, widths = self.routes, [x.shape[2] * x.shape[3] for x in models]
+        routes, widths = self.routes, [x.shape[2] * x.shape[3] for x in into]
         # For each rank first the rows of dK, then those of dV.
         rows = [
             sums[part.panel][which][0, slice(*part.rows)].flatten()
@@ -240,26 +238,23 @@ class Tokens:
             for which in range(2)
             for part in parts
         ]
-        sent = torch.cat(rows) if rows else models.dk.new_empty(0, dtype=torch.float32)
+        sent = torch.cat(rows) if rows else into.dk.new_empty(0, dtype=torch.float32)
         sizes = [sum(widths) * sum(part.count for part in parts) for parts in routes.sent]
         expected = [width * count for count in routes.received for width in widths]
         arrival = self.axis.exchange(sent, sizes, [sum(widths) * count for count in routes.received])
 
-        def added() -> KeySums:
+        def add() -> None:
             flat = torch.split(arrival(), expected)
             dks, dvs = (
                 [part.view(1, count, *x.shape[2:]) for part, count in zip(flat[which::2], routes.received, strict=True)]
-                for which, x in enumerate(models)
+                for which, x in enumerate(into)
             )
-            into = KeySums(*[torch.zeros_like(x, memory_format=torch.contiguous_format) for x in models])
-            own = [x.flatten(0, 1).unsqueeze(0) for x in into]
             for each in routes.sums:
                 places = [(part.source, slice(part.first, part.first + part.count)) for part in each.parts]
                 parts = (KeySums(dks[source][:, rows], dvs[source][:, rows]) for source, rows in places)
-                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in own]))
-            return into
+                held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in into]))
 
-        return added
+        return add
 
 
 def _joined(x: Tensor) -> Tensor:

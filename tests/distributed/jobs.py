@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.api.arguments import Arguments
@@ -409,47 +408,6 @@ def die_or_wait(groups: Groups, mode: str, where: str, limit: float, grave: str)
         assert all(x.grad is None for x in leaves)
         return type(error).__name__, time.monotonic() - float(Path(grave).read_text(encoding="utf-8"))
     return "no error", 0.0
-
-
-def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | None:
-    """Gradients of one use of attention, in a way that training uses it, against the plain way."""
-    if size not in groups:
-        return None
-    case, group = Case(arguments={"causal": True}, heads=(4, 4)), groups[size]
-    q, k, v, dout = (shard(x, group=group, dim=1) for x in case.tensors())
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return context_parallel_attention(q, k, v, group=group, causal=True, mode=mode)
-
-    def gradients(function: Any, times: int = 1) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        for _ in range(times):
-            out = function(*leaves)
-            out.backward(dout if out.ndim else None)
-        return [out.detach(), *[leaf.grad for leaf in leaves]]
-
-    plain = gradients(attend)
-    if way == "strides":  # inputs that are slices of one tensor, and a gradient that is one number
-        plain = gradients(lambda *x: attend(*x).sum())
-        other = gradients(lambda *x: attend(*torch.stack(x, 2).unbind(2)).sum())
-    elif way == "late":  # the other ranks wait
-        time.sleep(group.rank())
-        other = gradients(attend)
-    elif way == "checkpoint":
-        other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
-    elif way == "compile":
-        other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"))
-    elif way == "compile lse":
-
-        def loss(*x: Tensor) -> Tensor:
-            out, lse = context_parallel_attention(*x, group=group, causal=True, mode=mode, return_lse=True)
-            return (out * dout).sum() + lse.square().sum()
-
-        plain, other = gradients(loss), gradients(torch.compile(loss, fullgraph=True, backend="aot_eager"))
-    else:
-        other = gradients(attend, 2)
-        plain = [plain[0], *[x + x for x in plain[1:]]]
-    return [name for name, a, b in zip(("out", "dq", "dk", "dv"), plain, other, strict=True) if not same_bits(a, b)]
 
 
 def in_megatron(groups: Groups, mode: str, size: int) -> bool | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,7 @@ from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.explain import Explanation
 from dash_attn.distributed.ops import Around, Shape, agreed
 from dash_attn.distributed.ranks import ranks_of
+from dash_attn.distributed.tokens import Tokens
 from dash_attn.prepare import prepare
 from tests.distributed.jobs import Case, mesh_of
 from tests.distributed.pool import Groups
@@ -35,6 +37,7 @@ PURPOSES = {
     "key_sums": "sums",
     "_summed": "sums",
     "replay": "workspace",
+    "fill": "workspace of the forward",
 }
 
 
@@ -107,9 +110,21 @@ def strict(groups: Groups, case: Case, mode: str, size: int) -> list[str]:
     return said
 
 
-def measured(groups: Groups, case: Case, mode: str) -> tuple[Explanation, dict[str, int]]:
-    """What `explain` says, and the bytes of each purpose in forward and backward, at most."""
-    tokens.CHUNK_BYTES = 1
+class Measured(NamedTuple):
+    """What `explain` says, and bytes: of each purpose in forward and backward, at most, and of the results.
+
+    `part` is the largest result that is copied into another one: that of one stage with some heads.
+    """
+
+    said: Explanation
+    most: dict[str, int]
+    results: int
+    part: int
+
+
+def measured(groups: Groups, case: Case, mode: str, chunk_bytes: int) -> Measured:
+    """A forward and a backward of the attention over tokens. The tensors of the call are there before."""
+    tokens.CHUNK_BYTES = chunk_bytes
     group = mesh_of((max(groups) // 2, 2)) if mode == "a2a+all_gather" else groups[max(groups)]
     q, k, v, dout = (shard(x, group=group, dim=1, panels=case.panels) for x in case.tensors())
     said = explain(q, k, v, group=group, mode=mode, panels=case.panels, **case.arguments)
@@ -121,6 +136,17 @@ def measured(groups: Groups, case: Case, mode: str) -> tuple[Explanation, dict[s
     gc.freeze()  # the objects of all loaded modules, which would take seconds to look at
     with Live() as live:
         out, lse = call.tokens.forward(q, k, v)
-        call.tokens.backward(Operands(dout, q, k, v, out, lse))
+        grads = call.tokens.backward(Operands(dout, q, k, v, out, lse))
     gc.unfreeze()
-    return said, dict(live.most)
+    results = sum(x.nbytes for x in (out, lse, *grads))
+    return Measured(said, dict(live.most), results, part_bytes(call.tokens, out))
+
+
+def part_bytes(own: Tokens, out: Tensor) -> int:
+    """Of the largest part of out. 0 if out comes in one part."""
+    chunks = tokens.chunks_of(own.whole.problem)
+    if own.is_local or (len(chunks) == 1 and len(own.stages) == 1):
+        return 0
+    stages = own.at_once if len(chunks) > 1 else own.stages
+    rows = max(sum(end - begin for begin, end in stage.rows) for stage in stages)
+    return rows * chunks[0].heads[0] * out.shape[3] * out.element_size()

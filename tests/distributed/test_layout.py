@@ -16,7 +16,7 @@ from dash_attn.distributed import context_parallel_attention, explain, tokens
 from dash_attn.distributed.layout import LAYOUTS, Layout, usual_panels
 from dash_attn.distributed.ranks import Axis
 from dash_attn.distributed.routes import Routes
-from dash_attn.distributed.stages import joined, stages_of, trips
+from dash_attn.distributed.stages import Result, stages_of, trips
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from tests.strategies import examples
@@ -174,7 +174,10 @@ def test_a_panel_starts_as_soon_as_its_keys_are_there(problem: Problem, layout: 
         assert sorted(number for stage in stages for number in stage.numbers) == list(range(len(panels)))
         queries = torch.arange(problem.batch * layout.lengths(problem.len_q)[rank])
         cut = [stage.cut(queries, 0) for stage in stages]
-        assert torch.equal(joined(stages, cut, 0), queries)
+        result = Result(1, len(queries), 1)
+        for stage, rows in zip(stages, cut, strict=True):
+            result.put(stage, slice(0, 1), rows[None, :, None])
+        assert torch.equal(result.whole().flatten(), queries)
         for stage, rows in zip(stages, cut, strict=True):
             there = [
                 set(rows_of(layout, length, rank)) | {key for trip in every[:n] for key in range(*trip)}

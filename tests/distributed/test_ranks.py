@@ -14,7 +14,7 @@ import torch
 from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Features, Problem, documents
-from tests.distributed import jobs, memory
+from tests.distributed import jobs, memory, training, wrong
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
 
@@ -126,11 +126,16 @@ def test_explain_says_what_is_sent(pool: Pool, name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunk_bytes", [SMALL, LARGE])
 @pytest.mark.parametrize("heads", [(8, 8), (2, 2)], ids=str)
-def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], mode: str) -> None:
-    """Two kv heads on 8 ranks are `a2a` over two of them, and gathered by parts of a group."""
+def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], chunk_bytes: int, mode: str) -> None:
+    """Two kv heads on 8 ranks are `a2a` over two of them, and gathered by parts of a group.
+
+    Beside what `explain` says there are the results, and a part of one that is copied.
+    """
     case = Case(lengths=(256, 256), heads=heads, dim=32, arguments={"causal": True})
-    for said, most in pool.run(memory.measured, case, mode):
+    for said, most, results, part in pool.run(memory.measured, case, mode, chunk_bytes):
+        assert results <= most["other"] <= results + part
         assert said.gathered_bytes == most.get("gathered", 0)
         workspace = most["workspace"]
         if said.tokens_over > 1:
@@ -175,6 +180,63 @@ def test_every_rank_names_the_argument_that_differs(pool: Pool) -> None:
             assert message in said[rank][number]
 
 
+ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
+    ({}, "no error"),
+    ({"q": None}, "q must be a torch.Tensor, got NoneType"),
+    ({"q": [1.0]}, "q must be a torch.Tensor, got list"),
+    ({"q": None, "k": None, "v": None}, "q must be a torch.Tensor, got NoneType"),
+    ({"q": torch.empty(24, 4, 8, device="meta")}, "k must have the device of q, meta; got cpu"),
+    ({"cu_seqlens": ["a"]}, "cu_seqlens must be a list of whole numbers, or a tensor of them (int32); got ['a']"),
+    ({"cu_seqlens": [0, 20.5, 48]}, "cu_seqlens must be a list of whole numbers"),
+    ({"cu_seqlens_k": 48}, "cu_seqlens_k must be a list of whole numbers"),
+    ({"scale": [1.0]}, "must be real number, not list"),  # no ValueError
+]
+
+
+def test_what_one_rank_refuses_is_an_error_on_all(pool: Pool) -> None:
+    first, last, *_ = pool.run(wrong.on_one_rank, [call for call, _ in ON_ONE_RANK])
+    for (_, message), said, others in zip(ON_ONE_RANK, last, first, strict=True):
+        assert [each for each in (*said, *others) if message not in each] == []
+        if message != "no error":
+            assert all(each.startswith("ValueError: rank 1 refuses its arguments: ") for each in others)
+
+
+UNSHARD_ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
+    ({}, "no error"),
+    ({"x": torch.zeros(4, 3)}, "shape of x beside dim is (4,) on rank 0, (3,) on rank 1"),
+    ({"x": torch.zeros(4, 4, dtype=torch.int16)}, "dtype is torch.float32 on rank 0, torch.int16 on rank 1"),
+    ({"x": torch.zeros(4, 4, 1)}, "shape of x beside dim is (4,) on rank 0, (4, 1) on rank 1"),
+    ({"x": torch.tensor(1.0)}, "dim must be a dimension of x, which has shape (); got 0"),
+    ({"x": torch.zeros(4, 4, requires_grad=True)}, "unshard has no gradient"),
+    ({"x": torch.zeros(4, 4, device="meta")}, "x must be on a device that the group serves, got meta"),
+    ({"x": None}, "x must be a torch.Tensor, got NoneType"),
+    ({"dim": 1}, "dim is 0 on rank 0, 1 on rank 1"),
+    ({"dim": -2}, "no error"),
+    ({"dim": 2}, "dim must be a dimension of x, which has shape (4, 4); got 2"),
+    ({"layout": "contiguous"}, "panels and layout is (16, 'zigzag') on rank 0, (16, 'contiguous') on rank 1"),
+]
+
+
+def test_what_one_rank_refuses_to_unshard_is_an_error_on_all(pool: Pool) -> None:
+    for said in pool.run(wrong.unshard_on_one_rank, [call for call, _ in UNSHARD_ON_ONE_RANK])[:2]:
+        for (_, message), error in zip(UNSHARD_ON_ONE_RANK, said, strict=True):
+            assert message in error
+            assert error.startswith(("ValueError: ", "no error"))
+
+
+def test_a_part_has_memory_of_its_own(pool: Pool) -> None:
+    assert pool.run(training.shared_memory) == [[]] * 8
+
+
+def test_every_dtype_is_cut_and_joined(pool: Pool) -> None:
+    assert pool.run(training.kinds_that_change) == [[]] * 8
+
+
+def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
+    for said in pool.run(wrong.shard_of_nothing):
+        assert said == "ValueError: dim must be a dimension of x, which has shape (); got 0"
+
+
 REFUSED = (
     "differentiated once, not twice",
     "differentiated once, not twice",
@@ -194,10 +256,23 @@ def test_what_is_refused(pool: Pool) -> None:
             assert expected in message
 
 
+def test_ranks_of_a_mesh_that_do_not_ascend_are_refused_on_all_of_them(pool: Pool) -> None:
+    """torch sorts the ranks of a group, so that their numbers there would not be a grid."""
+    meshes = ([[0, 1], [2, 3]], [[3, 0], [1, 2]], [[2, 3], [0, 1]], [3, 2, 1, 0])
+    for rank, (good, *others) in enumerate(pool.run(wrong.on_meshes, meshes)):
+        if rank < 4:
+            assert good == ["no error"] * 4
+        for mesh, said in zip(meshes[1:], others, strict=True):
+            expected = f"whose ranks ascend along every dimension, got {mesh}" if rank < 4 else "that this process"
+            assert all(each.startswith(f"ValueError: group must be a DeviceMesh {expected}") for each in said)
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
-@pytest.mark.parametrize("way", ["checkpoint", "accumulate", "compile", "compile lse", "strides", "late"])
+@pytest.mark.parametrize(
+    "way", ["checkpoint", "accumulate", "compile", "compile dynamic", "compile lse", "strides", "late"]
+)
 def test_training(pool: Pool, way: str, mode: str) -> None:
-    assert pool.run(jobs.in_training, way, mode, 2)[:2] == [[], []]
+    assert pool.run(training.in_training, way, mode, 2)[:2] == [[], []]
 
 
 def test_tensor_parallel_around_it(pool: Pool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dash_attn.distributed.scale import Cluster, pipeline, predict
+from dash_attn.distributed.scale import Cluster, Rank, pipeline, predict
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tools.cli.main import main
 
@@ -67,6 +68,14 @@ def test_memory_where_ranks_share_tokens() -> None:
     assert shared.sent_bytes == by_parts.sent_bytes
 
 
+@pytest.mark.parametrize("lengths", [(64, 0), (0, 64), (0, 0)], ids=str)
+def test_without_queries_or_keys_nothing_is_computed(lengths: tuple[int, int]) -> None:
+    for rank in range(4):
+        spans = Rank(Problem(2, 4, 4, *lengths, mask=CAUSAL, panels=16), "zigzag", 4, 1, rank).spans(Cluster())
+        assert spans.computing == 0 < spans.forward
+        assert (spans.sent > 0) == (lengths[1] > 0)
+
+
 def test_a_problem_that_gpus_refuse_has_no_workspace() -> None:
     assert predict(replace(LONG, dim=256), 8, "a2a", "zigzag", 8).workspace_bytes == 0
 
@@ -94,6 +103,13 @@ def test_slower_links_expose_more() -> None:
     fast, slow = (predict(LONG, 64, "all_gather", "zigzag", 1, Cluster(network=rate)) for rate in (100e9, 25e9))
     assert slow.exposed > fast.exposed
     assert slow.sent_bytes == fast.sent_bytes
+
+
+def test_many_ranks_are_predicted_fast() -> None:
+    """A rank looks at its own parts of dK and dV, and not at those between all other ranks."""
+    start = time.process_time()
+    predict(replace(LONG, len_q=4096, len_k=4096), 512, "all_gather", "zigzag", 1)
+    assert time.process_time() - start < 3
 
 
 def test_a_mesh_lies_between_the_two_modes() -> None:

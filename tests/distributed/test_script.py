@@ -13,7 +13,8 @@ from examples import train_context_parallel
 from tests.distributed.scripts import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = (ROOT / "docs/distributed.md").read_text(encoding="utf-8").split("```python\n")[1:]
+PAGE = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+EXAMPLES = PAGE.split("runs it on two ranks -->\n```python\n")[1:]
 
 
 def written(code: str, folder: Path) -> Path:

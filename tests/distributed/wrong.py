@@ -1,0 +1,60 @@
+"""Calls that are wrong, on all ranks or on one. The functions are called by name, in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from dash_attn.distributed import context_parallel_attention, explain, shard, unshard
+from tests.distributed.jobs import Case
+from tests.distributed.pool import Groups
+
+
+def error_of(function: Callable[..., object], *arguments: Any, **others: Any) -> str:
+    """The error of a call, with its type."""
+    try:
+        function(*arguments, **others)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def on_meshes(groups: Groups, meshes: Sequence[Any]) -> list[list[str]]:
+    """For each mesh the errors of the functions that take one."""
+    return [_on_mesh(DeviceMesh("cpu", ranks)) for ranks in meshes]
+
+
+def _on_mesh(mesh: DeviceMesh) -> list[str]:
+    q, k, v, _ = (x[:, :12] for x in Case().tensors())  # as many tokens as each of four ranks has
+    return [
+        error_of(shard, q, group=mesh, dim=1),
+        error_of(unshard, q, group=mesh, dim=1),
+        error_of(context_parallel_attention, q, k, v, group=mesh),
+        error_of(explain, q, k, v, group=mesh),
+    ]
+
+
+def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The last of two ranks has some arguments of its own: the errors of attention and explain."""
+    if 2 not in groups:
+        return []
+    group, (q, k, v, _) = groups[2], (x[0, :24] for x in Case().tensors())
+    right = {"q": q, "k": k, "v": v, "cu_seqlens": [0, 20, 48], "group": group}
+    mine = [right | (call if group.rank() else {}) for call in calls]
+    return [[error_of(f, **arguments) for f in (context_parallel_attention, explain)] for arguments in mine]
+
+
+def unshard_on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[str]:
+    """The same for `unshard`."""
+    if 2 not in groups:
+        return []
+    group, right = groups[2], {"x": torch.zeros(4, 4), "dim": 0}
+    return [error_of(unshard, **right | (call if group.rank() else {}), group=group) for call in calls]
+
+
+def shard_of_nothing(groups: Groups) -> str:
+    """The error of a tensor without dimensions."""
+    return error_of(shard, torch.tensor(1.0), dim=0)
