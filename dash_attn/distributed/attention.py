@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, SupportsIndex, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -203,7 +202,6 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         ways = _ways(ranks, sharing.mode, k.shape[-2])
         posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
         if not torch.compiler.is_compiling():
-            _check_boundaries(asked)
             backend_for(q.device)
         around = Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed)
     except Exception as error:
@@ -211,15 +209,6 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
             refuse(ranks, error, ranks.device(q, k, v))
         raise
     return Terms(posed, order, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
-
-
-def _check_boundaries(asked: Arguments) -> None:
-    """The cu_seqlens that are no tensors. Where they become tensors, torch would round fractions."""
-    for name, given in zip(asked.names, (asked.cu_q, asked.cu_k), strict=True):
-        if given is None or isinstance(given, Tensor):
-            continue
-        if not isinstance(given, Iterable) or not all(isinstance(x, SupportsIndex) for x in given):
-            raise ValueError(f"{name} must be a list of whole numbers, or a tensor of them (int32); got {given!r}")
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:
