@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from dash_attn.backends.dropout import SEEDS, STEP
 from dash_attn.problem import Features
 
 Seed = int | Sequence[int] | Tensor
+LARGEST = 2**1023
 
 
 class Given(NamedTuple):
@@ -32,8 +32,9 @@ class Given(NamedTuple):
         for name, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
                 raise ValueError(f"{name} must be a number, got {number!r}")
-        softcap, dropout = (min(x or 0, sys.float_info.max) for x in (self.softcap, self.dropout))  # also of large ints
-        return Features(float(softcap), self.sinks is not None, float(dropout))
+            if isinstance(number, int) and number > LARGEST:
+                raise ValueError(f"{name} must be a number that a float can hold, got {number!r}")
+        return Features(float(self.softcap or 0), self.sinks is not None, float(self.dropout or 0))
 
     def extras(self, q: Tensor) -> Extras:
         """The checked tensors. Without a seed, dropout draws one."""

@@ -189,7 +189,7 @@ ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
     ({"cu_seqlens": ["a"]}, "cu_seqlens must be a list of whole numbers, or a tensor of them (int32); got ['a']"),
     ({"cu_seqlens": [0, 20.5, 48]}, "cu_seqlens must be a list of whole numbers"),
     ({"cu_seqlens_k": 48}, "cu_seqlens_k must be a list of whole numbers"),
-    ({"scale": [1.0]}, "must be real number, not list"),  # no ValueError
+    ({"scale": [1.0]}, "scale must be a finite number from -2**120 to 2**120, or None; got [1.0]"),
 ]
 
 
