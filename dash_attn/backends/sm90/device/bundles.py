@@ -116,18 +116,19 @@ def pieces_per_half(cfg: KernelConfig, elements: int) -> int:
 
 
 def delta_parts(cfg: KernelConfig, ds):
-    """Delta as an operand, in the memory of dS: (8 rows, 8 columns, groups of 8 rows, warpgroups, STAGES)."""
-    start = cute.recast_ptr(ds.data_ptr() + delta_offset(cfg, 0, 0) // 2, dtype=BFloat16)
-    copy, stage = [(delta_offset(cfg, *at) - delta_offset(cfg, 0, 0)) // 2 for at in ((1, 0), (0, 1))]
-    shape = (8, 8, DELTA_BYTES // 128, CONSUMER_WARPGROUPS, STAGES)
-    return cute.make_tensor(start, cute.make_layout(shape, stride=(1, 8, 64, copy, stage)))
+    """Delta as an operand, in the memory of dS: (4 words, 128 rows, warpgroups, STAGES). A row is 8 columns in bf16."""
+    start = cute.recast_ptr(ds.data_ptr() + delta_offset(cfg, 0, 0) // 2, dtype=Int32)
+    copy, stage = [(delta_offset(cfg, *at) - delta_offset(cfg, 0, 0)) // 4 for at in ((1, 0), (0, 1))]
+    shape = (4, DELTA_BYTES // 16, CONSUMER_WARPGROUPS, STAGES)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=(1, 4, copy, stage)))
 
 
 def delta_operand(parts):
     """The same as the right operand of a step: (128 rows, 16 columns, warpgroups, STAGES). It has each column twice."""
     *_, copy, stage = parts.stride
     shape = ((8, DELTA_BYTES // 128), (8, 2), CONSUMER_WARPGROUPS, STAGES)
-    return cute.make_tensor(parts.iterator, cute.make_layout(shape, stride=((1, 64), (8, 0), copy, stage)))
+    start = cute.recast_ptr(parts.iterator, dtype=BFloat16)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=((8, 64), (1, 0), 2 * copy, 2 * stage)))
 
 
 def minus_rows():

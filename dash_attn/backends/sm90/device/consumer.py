@@ -8,7 +8,7 @@ from itertools import islice
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..barriers import NAMED_BARRIER_THREADS, NamedBarrier
@@ -26,7 +26,7 @@ from .pointwise import (
     score_gradient,
     slopes16,
 )
-from .ptx import fresh_thread_index
+from .ptx import bf16_parts, fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
 from .tasks import (
     BEGINS,
@@ -211,20 +211,15 @@ class Consumer:
         The other warpgroup has read what lies there: it has left the task before last.
         """
         cta = self.cta
-        thread = fresh_thread_index() - WARPGROUP
-        wg, row = cute.arch.make_warp_uniform(thread // WARPGROUP), thread % WARPGROUP
-        rest, at = cta.views.delta[row, stage], row % 8
-        for part in cutlass.range_constexpr(3):
-            rounded = rest.to(BFloat16)
-            cta.views.parts[at, part, row // 8, wg, stage] = rounded
-            rest = rest - rounded.to(Float32)
-        if at >= 3:
-            zeros = cute.make_rmem_tensor(8, BFloat16)
-            zeros.fill(0.0)
-            cute.autovec_copy(zeros, cta.views.parts[None, at, row // 8, wg, stage])
+        thread = fresh_thread_index()
+        group, row = (thread >> 7) - 1, thread & (WARPGROUP - 1)
+        words = cute.make_rmem_tensor(4, Int32)
+        words.fill(0)
+        words[0], words[1] = bf16_parts(cta.views.delta[row, stage])
+        cute.autovec_copy(words, cta.views.parts[None, row, group, stage])
         cute.arch.fence_view_async_shared()
         threads = NAMED_BARRIER_THREADS[NamedBarrier.GROUP_0]
-        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + wg, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + group, number_of_threads=threads)
 
     @cute.jit
     def await_ds_buffers(self, flags, odd):

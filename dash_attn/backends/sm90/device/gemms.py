@@ -77,7 +77,7 @@ class Gemms:
         one = (1, 1, 1)
         delta, minus_a, delta_b = None, None, None
         if cfg.delta_in_product:  # in bf16 always: fp16 ends at 65,504
-            delta = mma_of(BFloat16, SMEM, MN_MAJOR, cfg.tile_m, (2, 1, 1))
+            delta = mma_of(BFloat16, SMEM, K_MAJOR, cfg.tile_m, (2, 1, 1))
             g_delta = delta.get_slice(wg * WARPGROUP)
             minus_a = g_delta.make_fragment_A(g_delta.partition_A(v.minus))
             delta_b = g_delta.make_fragment_B(g_delta.partition_B(delta_operand(v.parts)[None, None, wg, None]))
