@@ -1,16 +1,14 @@
 """A 64-bit fingerprint of the bits of a tensor, computed where the tensor is.
 
-The elements of a tensor, in the order of their indices, are bytes. They make pairs of 64-bit words, and zeros fill the
-last pair. The fingerprint is the sum of `mixed(first + second * PAIR + (place + 1) * STEP)` over all pairs, modulo
-2**64. Sums of integers do not depend on the order of the sum, so every device gives the same value. It does not hold
-the shape and the dtype: a record has these beside it.
-
-To mix pairs takes half the time of mixing words, and a GPU reads memory faster than it multiplies integers.
+The elements of a tensor, in the order of their indices, are bytes. Zeros fill the last of the 64-bit words that these
+bytes make. The fingerprint is the sum of `mixed(word + (place + 1) * STEP)` over all words, modulo 2**64. Sums of
+integers do not depend on the order of the sum, so every device gives the same value. It does not hold the shape and
+the dtype: a record has these beside it.
 
 Of a large tensor a share may be read: one in n pieces of 512 bytes. n pieces that follow each other are a group, and a
 hash of the number of the group chooses one of them. The choice moves on with the turn, which the number of the step
 gives. So n turns read every piece once, and two runs read the same pieces in the same step. The sum is then over the
-pairs of these pieces, each with its place in the whole tensor.
+words of these pieces, each with its place in the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from torch import Tensor
 
 # The constants of the generator splitmix64.
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-PAIR = 0xFF51AFD7ED558CCD  # a constant of the finalizer of MurmurHash3 that mixes 64 bits
 # Words that one operation of torch takes: temporary values stay in a CPU's cache, and are few on other devices.
 CHUNK = {"cpu": 1 << 16}
 LARGE_CHUNK = 1 << 22
@@ -108,41 +105,37 @@ def chosen(group: Number, share: Share) -> Number:
 
 
 def _placed(tensor: Tensor, share: Share) -> Iterator[Tensor]:
-    """`first + second * PAIR + (place + 1) * STEP` for the pairs that are read, in parts."""
+    """`word + (place + 1) * STEP` for the words that are read, in parts."""
     data = tensor.reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
     full = data.numel() // (8 * PIECE)  # pieces
-    pairs = data[: full * 8 * PIECE].view(torch.int64).view(-1, 2)
-    most = CHUNK.get(data.device.type, LARGE_CHUNK) // 2
+    words = data[: full * 8 * PIECE].view(torch.int64)
+    most = CHUNK.get(data.device.type, LARGE_CHUNK)
     if share.one_in == 1:
-        for begin in range(0, len(pairs), most):
-            part = _joined(pairs[begin : begin + most])
-            yield part.add_(_places(len(part), part.device)).add_(signed(begin * STEP))
+        for begin in range(0, len(words), most):
+            part = words[begin : begin + most]
+            yield part + _places(len(part), part.device) + signed(begin * STEP)
         last = full
     else:
         # Nothing here depends on values that a device has: the host knows which piece of the last group is read.
-        pieces, groups, half = pairs.view(-1, PIECE // 2, 2), full // share.one_in, PIECE // 2
+        pieces, groups = words.view(-1, PIECE), full // share.one_in
         numbers = chosen(torch.arange(groups, device=data.device), share)
         last = chosen(groups, share)
         if last < full:
             numbers = torch.cat([numbers, torch.full((1,), last, device=data.device)])
-        for begin in range(0, len(numbers), most // half):
-            part = numbers[begin : begin + most // half]
-            yield _joined(pieces[part]) + (part * signed(half * STEP))[:, None] + _places(half, part.device)
+        for begin in range(0, len(numbers), most // PIECE):
+            part = numbers[begin : begin + most // PIECE]
+            yield pieces[part] + (part * signed(PIECE * STEP))[:, None] + _places(PIECE, part.device)
     if last == full and (rest := data[full * 8 * PIECE :]).numel():
-        padded = rest.new_zeros(-(-rest.numel() // 16) * 16)
+        padded = rest.new_zeros(-(-rest.numel() // 8) * 8)
         padded[: rest.numel()] = rest
-        end = _joined(padded.view(torch.int64).view(-1, 2))
-        yield end + _places(len(end), end.device) + signed(full * PIECE // 2 * STEP)
-
-
-def _joined(pairs: Tensor) -> Tensor:
-    return pairs[..., 1] * signed(PAIR) + pairs[..., 0]
+        end = padded.view(torch.int64)
+        yield end + _places(len(end), end.device) + signed(full * PIECE * STEP)
 
 
 def _sum(placed: Tensor) -> Tensor:
-    """The sum of the numbers after mixing. Overwrites them."""
+    """The sum of the words after mixing. Overwrites them."""
     for shift, factor in ((30, FIRST), (27, SECOND)):
         placed ^= (placed >> shift) & (2 ** (64 - shift) - 1)  # torch shifts the sign in: the mask takes it out
         placed *= signed(factor)

@@ -20,18 +20,16 @@ WARPS = 8
 Numbers = tuple[int, int, int, int]  # address, size, one_in and turn of a tensor
 FEW = 8  # up to this number each tensor has a launch of its own, which needs no table
 # Not parameters of the kernels, so that a compiled kernel takes plain numbers only.
-STEP, PAIR, FIRST, SECOND, THIRD, FOURTH = (
-    tl.constexpr(getattr(fingerprint, name)) for name in ("STEP", "PAIR", "FIRST", "SECOND", "THIRD", "FOURTH")
+STEP, FIRST, SECOND, THIRD, FOURTH = (
+    tl.constexpr(value)
+    for value in (fingerprint.STEP, fingerprint.FIRST, fingerprint.SECOND, fingerprint.THIRD, fingerprint.FOURTH)
 )
 PIECE, GROUPS = tl.constexpr(fingerprint.PIECE), tl.constexpr(BLOCK // fingerprint.PIECE)
-HALF = tl.constexpr(fingerprint.PIECE // 2)  # pairs of a piece
-PIECE_STEP = tl.constexpr(fingerprint.PIECE // 2 * fingerprint.STEP % 2**64)
 
 
 @triton.jit
-def _mixed(first, second, step):  # type: ignore[no-untyped-def]
-    """`step` is (place + 1) * STEP."""
-    mixed = first + second * PAIR + step
+def _mixed(words, place):  # type: ignore[no-untyped-def]
+    mixed = words + (place.to(tl.uint64) + 1) * STEP
     mixed = (mixed ^ (mixed >> 30)) * FIRST
     mixed = (mixed ^ (mixed >> 27)) * SECOND
     return mixed ^ (mixed >> 31)
@@ -51,35 +49,25 @@ def _chosen(group, one_in, turn):  # type: ignore[no-untyped-def]
 @triton.jit
 def _block(address, size, one_in, turn, number, slot):  # type: ignore[no-untyped-def]
     """Adds the sum over block `number` of the `size` bytes at `address` to the word at the address `slot`."""
-    whole = size // 16  # pairs
+    whole = size // 8
     number = number.to(tl.int64)
-    pointers = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
-    half, is_whole = tl.arange(0, HALF)[None, :], (number + 1) * (GROUPS * HALF) * one_in <= whole
-    if is_whole & (one_in == 1):  # most bytes are read here: neighbouring words, and one multiplication a pair
-        step = (number * (GROUPS * HALF) + 1).to(tl.uint64) * STEP + tl.arange(0, GROUPS * HALF).to(tl.uint64) * STEP
-        words = tl.load(pointers + number * (GROUPS * PIECE) + tl.arange(0, GROUPS * PIECE))
-        first, second = tl.split(words.reshape(GROUPS * HALF, 2))
-        total = tl.sum(_mixed(first, second, step).to(tl.int64))
-    else:
-        piece = _chosen(number * GROUPS + tl.arange(0, GROUPS), one_in, turn)
-        # A piece is a row, which a warp loads at once, 16 bytes a thread. No other byte of the group is loaded.
-        word = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-        steps = (piece.to(tl.uint64) * PIECE_STEP)[:, None] + (half.to(tl.uint64) + 1) * STEP
-        if is_whole:  # without a mask, a thread loads 16 bytes at once
-            left, right = tl.split(tl.load(pointers + word).reshape(GROUPS, HALF, 2))
-            total = tl.sum(_mixed(left, right, steps).to(tl.int64))
-        else:  # the last block
-            left, right = tl.split(tl.load(pointers + word, mask=word < 2 * whole, other=0).reshape(GROUPS, HALF, 2))
-            inside = piece[:, None] * HALF + half < whole
-            total = tl.sum(tl.where(inside, _mixed(left, right, steps), 0).to(tl.int64))
-            last = whole // HALF
-            if (size % 16 != 0) & (last == _chosen(last // one_in, one_in, turn)):
-                lane = tl.arange(0, 16)
-                at = whole * 16 + lane
-                behind = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0).to(tl.uint64)
-                behind = behind << (8 * (lane & 7)).to(tl.uint64)
-                low, high = tl.sum(tl.where(lane < 8, behind, 0)), tl.sum(tl.where(lane < 8, 0, behind))
-                total += _mixed(low, high, (whole.to(tl.uint64) + 1) * STEP).to(tl.int64)
+    piece = _chosen(number * GROUPS + tl.arange(0, GROUPS), one_in, turn)
+    # A piece is a row, which a warp loads at once, 16 bytes a thread. No other byte of the group is loaded.
+    place = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    pointers = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16) + place
+    if (number + 1) * (GROUPS * PIECE) * one_in <= whole:  # without a mask, a thread loads 16 bytes at once
+        total = tl.sum(_mixed(tl.load(pointers), place).to(tl.int64))
+    else:  # the last block
+        inside = place < whole
+        words = tl.load(pointers, mask=inside, other=0)
+        total = tl.sum(tl.where(inside, _mixed(words, place), 0).to(tl.int64))
+        last = whole // PIECE
+        if (size % 8 != 0) & (last == _chosen(last // one_in, one_in, turn)):
+            lane = tl.arange(0, 8)
+            at = whole * 8 + lane
+            behind = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0).to(tl.int64)
+            word = tl.sum(behind << (8 * lane.to(tl.int64)))
+            total += _mixed(word.to(tl.uint64), whole).to(tl.int64)
     tl.atomic_add(slot.to(tl.pointer_type(tl.int64)), total, sem="relaxed")
 
 

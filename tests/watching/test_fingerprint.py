@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +15,6 @@ from dash_attn.watching.fingerprint import (
     CHUNK,
     FIRST,
     LARGE,
-    PAIR,
     PIECE,
     SECOND,
     STEP,
@@ -44,18 +42,17 @@ DTYPES = [
 ]
 
 
-GOLDEN = [17848100339202454443, 11086402928636107070, 5235302001397921068, 10002603933878008640]
+GOLDEN = [12768428073419776461, 17417210499757360349, 8269164357145743572, 17685845460499712145]
 
 
 def by_hand(content: bytes, reads: Callable[[int], bool] = lambda piece: True) -> int:
     """The definition, in Python's integers, over the pieces that are read."""
-    content += bytes(-len(content) % 16)
-    words = struct.unpack(f"<{len(content) // 8}Q", content)
+    content += bytes(-len(content) % 8)
     total = 0
-    for place, (first, second) in enumerate(zip(words[::2], words[1::2], strict=True)):
-        if not reads(2 * place // PIECE):
+    for place in range(len(content) // 8):
+        if not reads(place // PIECE):
             continue
-        mixed = (first + second * PAIR + (place + 1) * STEP) % 2**64
+        mixed = (int.from_bytes(content[8 * place : 8 * place + 8], "little") + (place + 1) * STEP) % 2**64
         mixed = (mixed ^ (mixed >> 30)) * FIRST % 2**64
         mixed = (mixed ^ (mixed >> 27)) * SECOND % 2**64
         total += mixed ^ (mixed >> 31)
