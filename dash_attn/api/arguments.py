@@ -306,7 +306,10 @@ def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | 
 def _row(name: str, given: Boundaries | None) -> Tensor | None:
     if given is None or isinstance(given, Tensor):
         return given
-    return torch.tensor(_numbers(name, given), dtype=torch.int32, device="cpu")
+    numbers = _numbers(name, given)
+    if any(not 0 <= x < 2**31 for x in numbers):
+        raise ValueError(f"{name} must be whole numbers from 0 to 2**31 - 1, got {given!r}")
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 def _check_scale(scale: Any) -> None:

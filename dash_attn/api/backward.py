@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,6 +105,10 @@ def backward(
     if dlse is not None:
         check_lse("dlse", dlse, q)
         extras = (extras or Extras())._replace(dlse=dlse)
+    if dsinks is not None:
+        if extras is None or extras.sinks is None:
+            raise ValueError("dsinks was given without sinks: give the sinks of the forward")
+        check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
     operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
     if torch.compiler.is_compiling() or is_watched(*operands):
         check_arguments(q, k, v, asked)
@@ -122,10 +127,7 @@ def backward(
     # Addresses are no part of the key, so every call with tensors for the results is checked.
     named = zip((*Gradients._fields, "dsinks"), (*given, dsinks), strict=True)
     inputs = [*operands._asdict().items(), ("sinks", sinks), ("dlse", dlse)]
-    if dsinks is not None:
-        if extras is None or extras.sinks is None:
-            raise ValueError("dsinks was given without sinks: give the sinks of the forward")
-        check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
+    if dsinks is not None and extras is not None:
         extras = extras._replace(dsinks=torch.empty_like(dsinks, memory_format=torch.contiguous_format))
     refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (named, inputs)))
     models = zip(given, (q, k, v), strict=True)
@@ -138,7 +140,11 @@ def backward(
 
 
 def _traced(operands: Operands, asked: Arguments, extras: Extras, rooms: tuple[Tensor | None, ...]) -> Gradients:
-    """The same through the operator, for everything that looks at operators."""
+    """The same through the operator, for everything that looks at operators. Tensors may have no addresses there."""
+    if any(a is b for a, b in combinations([x for x in rooms if x is not None], 2)):
+        raise ValueError(
+            "two of dq, dk, dv and dsinks are the same tensor: give each memory of its own, or leave it out"
+        )
     packed, cu = operands.q.ndim == 3, traced_boundaries(asked, operands.q.device)
     posed, order, softcap, dropout, _ = plain_of(mask_of(asked), asked, True)
     dlse = extras.dlse.unsqueeze(0) if packed and extras.dlse is not None else extras.dlse

@@ -15,6 +15,7 @@ from dash_attn.problem import Features
 
 Seed = int | Sequence[int] | Tensor
 LARGEST = 2**1023
+NUMBERS = (int, float)
 
 
 class Given(NamedTuple):
@@ -32,7 +33,7 @@ class Given(NamedTuple):
         for name, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
                 raise ValueError(f"{name} must be a number, got {number!r}")
-            if isinstance(number, int) and number > LARGEST:
+            if isinstance(number, int) and abs(number) > LARGEST:
                 raise ValueError(f"{name} must be a number that a float can hold, got {number!r}")
         return Features(float(self.softcap or 0), self.sinks is not None, float(self.dropout or 0))
 
@@ -59,7 +60,7 @@ def is_plain(softcap: float | None, dropout: float | None, sinks: Tensor | None)
 
 
 def _is_off(number: float | None) -> bool:
-    return number is None or (isinstance(number, int | float) and not number)
+    return number is None or (isinstance(number, NUMBERS) and not number)
 
 
 def drawn_seed() -> Tensor:

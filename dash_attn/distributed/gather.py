@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.distributed.layout import Layout, Range
-from dash_attn.distributed.ranks import Axis
+from dash_attn.distributed.ranks import Arrival, Axis
 from dash_attn.distributed.stages import trip_rows, trips
 from dash_attn.problem import Problem
 
@@ -42,18 +42,21 @@ class Gather:
                     for tokens, rows in every:
                         whole[:, slice(*tokens)] = x[:, slice(*rows)]
         while self._arrived < count:
-            self._under_way.pop(0)()
+            arrive, place = self._under_way.pop(0)
+            place(arrive())
             self._arrived += 1
         keys, values = (whole.flatten(0, 1).unsqueeze(0) for whole in self._whole)
         return keys, values
 
     def finish(self) -> None:
         """Wait for the trips that no panel of this rank has waited for, and free the memory."""
-        self.after(self._arrived + len(self._under_way))
+        for arrive, _ in self._under_way:
+            arrive()
+        self._under_way.clear()
         self._whole.clear()
 
-    def _start(self, trip: Range, most: int) -> Callable[[], None]:
-        """Start to gather some keys and values in one collective. The function waits, and puts them in their place."""
+    def _start(self, trip: Range, most: int) -> tuple[Arrival, Callable[[Tensor], None]]:
+        """Start to gather some keys and values in one collective: what waits for them, and what puts them in place."""
         layout, length, ranks = self._layout, self._length, self._axis.size
         spans = layout.spans(length, trip)
         begin, end = spans[self._axis.number]
@@ -66,8 +69,8 @@ class Gather:
             into[:, end - begin :] = 0
         arrival = self._axis.all_gather(sent)
 
-        def placed() -> None:
-            for flat, shape, whole in zip(torch.split(arrival(), sizes, 1), shapes, self._whole, strict=True):
+        def place(arrived: Tensor) -> None:
+            for flat, shape, whole in zip(torch.split(arrived, sizes, 1), shapes, self._whole, strict=True):
                 parts = flat.view(ranks, *shape)
                 pieces = [
                     parts[rank, :, first - spans[rank][0] : last - spans[rank][0]]
@@ -75,4 +78,4 @@ class Gather:
                 ]
                 torch.cat(pieces, 1, out=whole[:, slice(*trip)])
 
-        return placed
+        return arrival, place

@@ -103,10 +103,11 @@ class Layout:
             first += end - begin
         return rows
 
-    def spans(self, length: int, part: Range) -> list[Range]:
+    @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
+    def spans(self, length: int, part: Range) -> tuple[Range, ...]:
         """For each rank: which of its own rows are tokens of a part of the sequence. They are neighbours."""
         every = [[own for _, own in self.rows(length, rank, part)] for rank in range(self.ranks)]
-        return [(rows[0][0], rows[-1][1]) if rows else (0, 0) for rows in every]
+        return tuple((rows[0][0], rows[-1][1]) if rows else (0, 0) for rows in every)
 
     @lru_cache(maxsize=256)  # noqa: B019 - layouts are few and small
     def pieces(self, length: int, part: Range | None = None) -> tuple[tuple[int, Range], ...]:

@@ -125,11 +125,11 @@ class Ranks:
         return number
 
     def device(self, *given: object) -> torch.device:
-        """Of the first of the given tensors that the group can send. Without one, a device that the group serves."""
+        """Of the given tensors that the group can send, first those on GPUs. Without one: a device that it serves."""
         kinds = [device.type for device in self.axes[0].group._device_types]
-        for x in given:
-            if isinstance(x, Tensor) and x.device.type in kinds:
-                return x.device
+        places = [x.device for x in given if isinstance(x, Tensor) and x.device.type in kinds]
+        if places:  # a tensor that was left on the CPU is most often a mistake
+            return max(places, key=lambda place: place.type != "cpu")
         # The other ranks have their tensors on GPUs, if there are any.
         gpus = [kind for kind in kinds if kind != "cpu" and torch.accelerator.is_available()]
         return torch.device(gpus[0] if gpus else "cpu")

@@ -9,6 +9,7 @@ from dash_attn.api.arguments import check_tensor
 from dash_attn.distributed.layout import Layout, usual_panels
 from dash_attn.distributed.meeting import meet, refuse
 from dash_attn.distributed.ranks import Group, Ranks, ranks_of
+from dash_attn.problem.numbers import whole as whole_number
 
 
 def layout_of(ranks: Ranks, name: str, panels: int | None) -> Layout:
@@ -27,7 +28,7 @@ def shard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag", p
     panels  as in `context_parallel_attention`; it matters only if it does not divide the tokens
     """
     ranks = ranks_of(group)
-    _check(x, dim)
+    dim = _checked(x, dim)
     held = layout_of(ranks, layout, panels).held(x.shape[dim], ranks.number)
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in held or [(0, 0)]], dim).contiguous()
 
@@ -40,7 +41,7 @@ def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag",
     """
     ranks = ranks_of(group)
     try:
-        _check(x, dim)
+        dim = _checked(x, dim)
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("unshard has no gradient: give x.detach(), or call it under torch.no_grad()")
         if ranks.device(x) != x.device:
@@ -71,7 +72,10 @@ def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag",
     return whole.movedim(0, dim).contiguous()
 
 
-def _check(x: Tensor, dim: int) -> None:
+def _checked(x: Tensor, dim: int) -> int:
+    """The dimension as a plain number."""
     check_tensor("x", x)
+    dim = whole_number("dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim must be a dimension of x, which has shape {tuple(x.shape)}; got {dim}")
+    return dim

@@ -306,7 +306,7 @@ def require_alone(policy: str, taker: str = "a pack") -> None:
     if looks_at_batch(policy):
         raise ValueError(
             f"policy {policy!r} orders the last heads of a batch in another way, which {taker} does not take: choose "
-            "another policy"
+            f"another policy, or leave out {taker}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,14 @@ class Idle:
 
     def __call__(self, *given: Any) -> None:
         pass
+
+
+def stack_depth() -> int:
+    """The number of Python's frames that run."""
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def compile_again() -> None:

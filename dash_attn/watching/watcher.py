@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
-from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes
+from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes, stack_depth
 from dash_attn.watching.recording import Named, OpenStep, Reads, Texts, version
 from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
 
@@ -84,6 +84,7 @@ class Watcher:
         self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = self._failed = False
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
+        self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
         self._versions: dict[int, int] = {}  # of parameters and buffers after the last update, by id
         self._hook_modules()
@@ -172,7 +173,11 @@ class Watcher:
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
         if module is self._model and not again:
-            self._inside.clear()  # what a KeyboardInterrupt has left: torch calls no hook after it
+            depth = stack_depth()
+            if depth <= self._started:  # no call inside its own: a KeyboardInterrupt has left what is there
+                self._inside.clear()
+            if not self._inside:
+                self._started = depth
         outermost = not self._inside
         self._inside.append(module)
         if outermost:

@@ -126,6 +126,19 @@ def test_the_backward_alone_in_compiled_code() -> None:
             assert torch.equal(grad, want)
 
 
+@pytest.mark.parametrize(
+    ("rooms", "said"),
+    [(lambda x: {"dk": x, "dv": x}, "the same tensor"), (lambda x: {"dsinks": x}, "dsinks was given without sinks")],
+)
+def test_bad_rooms_of_fake_tensors_are_named(rooms: Any, said: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in given_backward()]
+        with pytest.raises(ValueError, match=said):
+            backward(*fake, causal=True, **rooms(torch.empty_like(fake[2])))
+
+
 def test_explain_in_compiled_code_leaves_the_graph() -> None:
     torch._dynamo.reset()
     q, k, v = tensors()
@@ -186,7 +199,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     *[({"scale": bad}, "scale must be a finite number") for bad in ([1.0], 1j, {}, np.array([1.0, 2.0]), True, "x")],
     *[({"scale": bad}, "scale must be a finite number") for bad in (10**400, 1e39, float("nan"), float("inf"))],
     *[({name: bad}, f"{name} must be a number") for name in ("softcap", "dropout") for bad in ("", [], torch.ones(2))],
-    *[({"softcap": bad}, "softcap must be") for bad in (10**400, 1e-45, 3e38, -1.0, float("nan"))],
+    *[({"softcap": bad}, "softcap must be") for bad in (10**400, -(10**400), 1e-45, 3e38, -1.0, float("nan"))],
     ({"q": torch.zeros(4), "sinks": torch.zeros(4)}, r"q must be \(batch, seqlen, heads, dim\)"),
 ]
 

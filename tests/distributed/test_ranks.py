@@ -211,6 +211,7 @@ UNSHARD_ON_ONE_RANK: list[tuple[dict[str, Any], str]] = [
     ({"x": torch.zeros(4, 4, device="meta")}, "x must be on a device that the group serves, got meta"),
     ({"x": None}, "x must be a torch.Tensor, got NoneType"),
     ({"dim": 1}, "dim is 0 on rank 0, 1 on rank 1"),
+    ({"dim": 1.0}, "dim must be a whole number, got 1.0"),
     ({"dim": -2}, "no error"),
     ({"dim": 2}, "dim must be a dimension of x, which has shape (4, 4); got 2"),
     ({"layout": "contiguous"}, "panels and layout is (16, 'zigzag') on rank 0, (16, 'contiguous') on rank 1"),

@@ -291,6 +291,30 @@ def test_a_forward_that_was_interrupted(tmp_path: Path, made: Callable[[], nn.Mo
     assert all("0:input" in rows(step, "forward") or "a:input" in rows(step, "forward") for step in steps.values())
 
 
+class Nested(nn.Module):
+    """Its forward calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        inner = self.first(x)
+        return self.last(self(inner, times - 1) if times else inner)
+
+
+def test_a_model_that_calls_itself(tmp_path: Path) -> None:
+    """Only the outermost call gets data, and nothing inside it comes from the script."""
+    model = Nested()
+    watcher = dash_attn.watch(model, to=tmp_path)
+    model(torch.ones(2, 4)).sum().backward()
+    watcher.close()
+    (record,) = load_run(tmp_path)
+    (step,) = record.steps.values()
+    phases = [row.phase for row in step.rows]
+    assert "script" not in phases and phases.count("data") == 1
+
+
 def test_an_evaluation_between_forward_and_backward(tmp_path: Path) -> None:
     class Again(nn.Module):
         def __init__(self) -> None:
