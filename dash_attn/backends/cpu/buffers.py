@@ -94,7 +94,8 @@ class Buffers:
             parts,
         )
         dlse = None if softmax is None else softmax.dlse
-        unseeing = torch.from_numpy(problem.mask.unseeing(problem.len_q, problem.len_k))[:, None]
+        marks = problem.mask.unseeing(problem.len_q, problem.len_k)
+        unseeing = torch.from_numpy(marks)[:, None] if marks.any() else None
         heads = ((b, h) for b in range(problem.batch) for h in range(problem.heads_q))
         return buffers, [
             *copies(operands.q, q, problem.softmax_scale),
@@ -123,8 +124,10 @@ class RowPlanes(NamedTuple):
     delta: Tensor
 
 
-def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, unseeing: Tensor, batch: int, head: int) -> None:
-    """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head). `unseeing` rows see no key."""
+def _fill(
+    operands: Operands, dlse: Tensor | None, into: RowPlanes, unseeing: Tensor | None, batch: int, head: int
+) -> None:
+    """dout, lse, and delta = sum(out * dout) - dlse of one (batch, head). `unseeing` marks rows that see no key."""
     dout, lse, delta = (x[batch, head] for x in into)
     dout.copy_(operands.dout[batch, :, head])
     lse.copy_(operands.lse[batch, head].unsqueeze(-1))
@@ -132,7 +135,7 @@ def _fill(operands: Operands, dlse: Tensor | None, into: RowPlanes, unseeing: Te
     delta.copy_(out.copy_(operands.out[batch, :, head]).mul_(dout).sum(-1, keepdim=True))
     if dlse is not None:
         delta.sub_(dlse[batch, head].unsqueeze(-1))
-    if unseeing.any():
+    if unseeing is not None:
         # P is 0 in such a row. NaN or inf times 0 would be NaN in dK and dV of all keys in the tile.
         for x in (dout, delta):
             x.masked_fill_(unseeing & ~x.isfinite(), 0.0)
