@@ -136,8 +136,7 @@ def sinks_of(extras: Extras | None) -> Tensor:
 
 def blind_rows(problem: Problem) -> Tensor | None:
     """Marks of the queries without keys: of one sequence, or of all rows of a batch of packs. None if there is none."""
-    first, end = problem.mask.intervals(problem.len_q, problem.len_k)
-    marks = torch.from_numpy(first >= end)
+    marks = torch.from_numpy(problem.mask.unseeing(problem.len_q, problem.len_k))
     if not marks.any():
         return None
     return marks.repeat(problem.batch) if problem.is_packed else marks

@@ -243,8 +243,7 @@ class LibraryForward:
 
 @kept()  # the answer is small, and the problem that it is for may be large
 def has_empty_rows(problem: Problem) -> bool:
-    lo, hi = problem.mask.intervals(problem.len_q, problem.len_k)
-    return bool((lo == hi).any())
+    return bool(problem.mask.unseeing(problem.len_q, problem.len_k).any())
 
 
 def _no_window(problem: Problem) -> str | None:
