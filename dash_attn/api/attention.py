@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from dash_attn.program import Program
 
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may redefine operators
+# What torch.compile has set to look at Python's frames, or None. Older versions of torch do not tell.
+_tracer: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 BATCHED: Any = torch._C._parse_dispatch_key("Batched")  # torch.autograd gives a batch of gradients as one such tensor
 
 
@@ -312,6 +314,8 @@ def attend(
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
         return _traced((q, k, v), cu, traced_extras(extras, asked), plain_of(mask_of(asked), asked, with_lse))
+    if callable(_tracer()):  # torch.compile has given up this call, and would trace the planner frame by frame
+        return torch._dynamo.disable(attend)(q, k, v, asked, extras, with_lse)  # type: ignore[no-any-return,no-untyped-call]
     prepared = prepared_for(q, k, v, asked)
     sinks = None if extras is None else extras.sinks
     needs_grad = torch.is_grad_enabled() and (

@@ -162,6 +162,17 @@ def test_boundaries_of_compiled_code_are_whole_numbers() -> None:
         run(*packed(), cu_seqlens=[0, 20.7, 64])
 
 
+def test_an_error_in_compiled_code_leaves_later_calls_right() -> None:
+    """torch.compile gives up the frame that raised, and runs it outside of graphs from then on."""
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="cu_seqlens must be"):
+        torch.compile(attention, backend="eager")(*packed(), cu_seqlens=[0, 20.7, 64])
+    for cells in (2, 4, 8):
+        mask = dash_attn.tiles(np.tri(cells), 64 // cells, 64 // cells)
+        run = torch.compile(lambda *x, mask=mask: attention(*x, mask=mask), backend="eager")
+        assert torch.equal(run(*tensors()), attention(*tensors(), mask=mask))
+
+
 def test_explain_follows_autocast() -> None:
     q, k, v = tensors()
     with torch.autocast("cpu", torch.bfloat16):
