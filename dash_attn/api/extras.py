@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dash_attn.api.arguments import DTYPES, Arguments, check_queries, check_tensor
 from dash_attn.backends import Extras
-from dash_attn.backends.dropout import SEEDS, STEP
+from dash_attn.backends.dropout import SEED, SEEDS, later
 from dash_attn.problem import Features
 
 Seed = int | Sequence[int] | Tensor
@@ -79,7 +79,7 @@ def seed_of(seed: Seed) -> Tensor:
         return seed
     numbers = [seed] if isinstance(seed, int) else list(seed) if isinstance(seed, Sequence) else [None]
     if not all(isinstance(x, int) and not isinstance(x, bool) and 0 <= x < SEEDS for x in numbers):
-        raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or one for each sequence; got {seed!r}")
+        raise ValueError(f"{SEED}; got {seed!r}")
     return torch.tensor(seed, dtype=torch.int64, device="cpu")
 
 
@@ -90,5 +90,4 @@ def traced_extras(extras: Extras | None, asked: Arguments) -> Extras | None:
         return extras
     assert extras.seed.ndim == 0  # FlashAttention's functions, which have unused rows, draw it
     number = torch.arange(len(asked.cu_q) - 1, device=extras.seed.device)
-    seeds = (extras.seed + number * STEP) & (SEEDS - 1)  # as seeds_of gives them
-    return extras._replace(seed=seeds.repeat_interleave(3))
+    return extras._replace(seed=later(extras.seed, number).repeat_interleave(3))

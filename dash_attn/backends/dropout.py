@@ -18,11 +18,14 @@ from the first query and the first key of the sequence. So tiles, panels, thread
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 Words = npt.NDArray[np.uint32]
+Number = TypeVar("Number", int, Tensor)
 
 STARTS = (0x243F6A88, 0x85A308D3)
 FACTORS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
@@ -32,13 +35,21 @@ STEP = 2**32  # from the seed of a sequence to that of the next one
 SEEDS = 2**63
 
 
+SEED = "seed must be a whole number from 0 to 2**63 - 1, or one for each sequence"
+
+
+def later(seed: Number, number: Number) -> Number:
+    """The seed of sequence `number`, if `seed` is that of the first one. Also of tensors, whose sums wrap around."""
+    return (seed + number * STEP) & (SEEDS - 1)
+
+
 def seeds_of(seed: Tensor, count: int) -> list[int]:
-    """The seeds of `count` sequences. One number is the seed of the first sequence, and STEP more that of the next."""
+    """The seeds of `count` sequences. One number is the seed of the first sequence."""
     given: list[int] = seed.flatten().tolist()
     if min(given, default=0) < 0:
-        raise ValueError(f"seed must be a whole number from 0 to 2**63 - 1, or one for each sequence; got {min(given)}")
+        raise ValueError(f"{SEED}; got {min(given)}")
     if seed.ndim == 0:
-        return [(given[0] + number * STEP) % SEEDS for number in range(count)]
+        return [later(given[0], number) for number in range(count)]
     if len(given) != count:
         raise ValueError(f"seed must be one number, or one for each of the {count} sequences; got {len(given)} numbers")
     return given
