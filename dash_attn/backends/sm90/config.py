@@ -61,7 +61,7 @@ class KernelConfig:
     split: bool = False  # the halves of a dQ tile take turns separately, each with a writer of its own
     p_early: int = 0  # words of P that a consumer thread rounds while dP is computed; 0 rounds all of them later
     lse_ahead: int = 0  # pairs of LSE that a consumer thread loads ahead of their use; 0 loads all of them at once
-    delta_ahead: int = 0  # the same for delta
+    delta_ahead: int = 0  # the same for delta, where consumers load it
     k_kept: int = 0  # 16-column steps of K that the consumers hold in registers during a chain
     peek: bool = False  # consumers test for the next Q at the end of a task, so that they need not wait for it later
     cut: bool = False  # a chain has one q head of its group: dK and dV are summed in turn over the q heads
@@ -106,6 +106,15 @@ class KernelConfig:
         if self.dq_split_rows:
             return 64 * self.columns, 64 * self.columns
         return 64 * 64, 64 * (self.columns - 64)
+
+    @property
+    def delta_in_product(self) -> bool:
+        """True if the product dP^T has one step more, which subtracts delta. Otherwise consumers load and subtract it.
+
+        Tiles of 128 queries gain 3 to 5 % by it: a thread would load 32 numbers for its 64 scores. The operand of the
+        step lies in the memory of dS, and so would slopes.
+        """
+        return self.tile_m == 128 and not self.softcap
 
     @property
     def holds_slopes(self) -> bool:
@@ -155,6 +164,7 @@ class KernelConfig:
     def wgmma_per_task(self) -> int:
         """wgmma instructions that one warpgroup issues for a task."""
         scores, gradients, queries = 2 * self.score_steps, 2 * (self.tile_m // 16), TILE_N // 16
+        scores += self.delta_in_product
         return scores + gradients + queries
 
     @property
@@ -187,13 +197,15 @@ class KernelConfig:
         words, pairs = self.tile_m // 4, self.tile_m // 8  # words of P, and pairs of LSE or delta, of one thread
         if not 0 <= self.p_early <= words:
             yield f"p_early {self.p_early}: a thread has {words} words of P"
-        if self.p_early and not self.delta_ahead:
+        if self.p_early and not self.delta_ahead and not self.delta_in_product:
             yield f"p_early {self.p_early} needs a delta_ahead above 0"
         if self.p_early and self.stores_slopes:
             yield f"p_early {self.p_early}: P is rounded together with dS where slopes lie in shared memory"
         for name, ahead in (("lse_ahead", self.lse_ahead), ("delta_ahead", self.delta_ahead)):
             if not 0 <= ahead <= pairs:
                 yield f"{name} {ahead}: a thread has {pairs} pairs"
+        if self.delta_ahead and self.delta_in_product:
+            yield f"delta_ahead {self.delta_ahead}: consumers load no delta here, the product dP^T subtracts it"
         if not 0 <= self.k_kept <= self.dim // 16:
             yield f"k_kept {self.k_kept}: K has {self.dim // 16} steps"
         if self.tile_regs + SPARE_REGS > CONSUMER_REGS:
@@ -217,14 +229,12 @@ def select(
     # All numbers below are measured without softcap (docs/experiments.md).
     if narrow:
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these
-        # hold a part of K, which the products then need not fetch from shared memory. Neighbours in a shift order are
+        # hold most of K, which the product S^T then need not fetch from shared memory. Neighbours in a shift order are
         # one step apart here, and a half tile is handed over faster than a whole one.
-        tuned = KernelConfig(
-            dim, dtype, mask, ordered, finish, split=True, lse_ahead=2, delta_ahead=2, k_kept=3, peek=True
-        )
+        tuned = KernelConfig(dim, dtype, mask, ordered, finish, split=True, lse_ahead=3, k_kept=3, peek=True)
         # Slopes pass through registers on their way to shared memory and back. With K or more of LSE beside them some
         # builds spill.
-        return replace(tuned, softcap=True, lse_ahead=1, k_kept=0) if softcap else tuned
+        return replace(tuned, softcap=True, lse_ahead=1, delta_ahead=2, k_kept=0) if softcap else tuned
     return KernelConfig(dim, dtype, mask, ordered, finish, p_early=12, delta_ahead=3, softcap=softcap)
 
 

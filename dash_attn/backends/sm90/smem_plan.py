@@ -50,6 +50,22 @@ class Info(IntEnum):
 
 
 ENTRY_WORDS = 8
+MINUS_BYTES = 128  # the constant operand of the step that subtracts delta: 8 rows of 8 columns in bf16
+DELTA_BYTES = 2048  # the other one, delta in parts: 128 rows of 8 columns
+
+
+def dk_piece(cfg: KernelConfig, wg: int) -> int:
+    """Which piece of 64 rows of the dS buffers holds the dK of a warpgroup. The pieces of both lie 16 KB apart."""
+    return wg * (128 // cfg.dim)
+
+
+def delta_offset(cfg: KernelConfig, wg: int, stage: int) -> int:
+    """Where a warpgroup puts the parts of delta in the dS buffers: in the last 16 of its 128 rows.
+
+    It writes its dS there when the product has read them. dK takes up the first 64 rows at most.
+    """
+    own = cfg.tile_m * TILE_N  # bytes of dS that a warpgroup writes in a stage
+    return (stage * CONSUMER_WARPGROUPS + wg + 1) * own - DELTA_BYTES
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,7 @@ def plan(cfg: KernelConfig) -> SmemPlan:
         ("info", 4 * len(Info) * CHAINS_IN_FLIGHT, 16),
         ("lse", 4 * cfg.tile_m * STAGES, 128),
         ("delta", 4 * cfg.tile_m * STAGES, 128),
+        *([("minus", MINUS_BYTES, 128)] if cfg.delta_in_product else []),
         ("q", q_tile * STAGES, 1024),
         ("do", q_tile * STAGES, 1024),
         ("k", kv_tile, 1024),

@@ -227,19 +227,23 @@ class Consumer(RoleModel):
             yield from self.wait("v_full", 0, chain & 1)
         yield from self.wait("do_full", stage, phase)
         assert cta.do[stage] == label and (cta.k, cta.v) == (chain, chain), "dO of another task"
+        if cfg.delta_in_product:
+            yield from self.split_delta(stage, label)
         if cfg.stores_slopes:
             yield from self.await_ds_buffers(entry)
             cta.ds[stage, self.wg] = ("slopes", task)
         if cfg.p_early:
             yield from self.await_ds_buffers(entry)
         yield "step"
+        if cfg.delta_in_product:
+            assert cta.last_rows[stage, self.wg] == ("delta", label), "delta was overwritten while dP^T read it"
         if entry.ends:
             self.leave("v_empty")
         if cfg.stores_slopes:
             assert cta.ds[stage, self.wg] == ("slopes", task), "the slopes were overwritten"
         if not cfg.p_early and not cfg.stores_slopes:
             yield from self.await_ds_buffers(entry)
-        cta.ds[stage, self.wg] = ("ds", task)
+        cta.ds[stage, self.wg] = cta.last_rows[stage, self.wg] = ("ds", task)
         self.leave("ds_full", stage)
         yield from self.wait("ds_full", stage, phase)
         self.check_ds(stage, task)
@@ -257,8 +261,13 @@ class Consumer(RoleModel):
         return arrived
 
     def check_ds(self, stage: int, task: int) -> None:
-        held = [self.cta.ds.get((stage, wg)) for wg in WARPGROUPS]
-        assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
+        for rows in (self.cta.ds, self.cta.last_rows):
+            held = [rows.get((stage, wg)) for wg in WARPGROUPS]
+            assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
+
+    def split_delta(self, stage: int, label: object) -> Steps:
+        self.cta.last_rows[stage, self.wg] = ("delta", label)
+        yield from self.sync(NamedBarrier(NamedBarrier.GROUP_0 + self.wg))
 
     def await_ds_buffers(self, entry: Entry) -> Steps:
         if not self.cta.cfg.cut and entry.begins:

@@ -17,7 +17,16 @@ from dash_attn.backends.sm90.barriers import (
     ring_depth_needed,
 )
 from dash_attn.backends.sm90.config import DEBUG, HEAD_DIMS, KernelConfig, select, shipped
-from dash_attn.backends.sm90.smem_plan import ENTRY_WORDS, GradEntry, TaskEntry, plan
+from dash_attn.backends.sm90.cta import CONSUMER_WARPGROUPS, STAGES
+from dash_attn.backends.sm90.smem_plan import (
+    DELTA_BYTES,
+    ENTRY_WORDS,
+    GradEntry,
+    TaskEntry,
+    delta_offset,
+    dk_piece,
+    plan,
+)
 
 CONFIGS = shipped()
 IDS = [f"d{c.dim}-{c.dtype}-{c.mask}-{'ordered' if c.ordered else 'any'}-{c.finish}" for c in CONFIGS]
@@ -58,6 +67,22 @@ def test_smem_totals():
 def test_dk_fits_into_the_ds_buffers():
     for cfg in CONFIGS:
         assert 2 * cfg.tile_n * cfg.dim <= plan(cfg)["ds"].bytes
+
+
+def test_delta_lies_in_ds_but_not_in_dk():
+    cfg = select(64, "bf16", "full")
+    own, places = cfg.tile_m * cfg.tile_n, []  # bytes of dS that a warpgroup writes in a stage
+    for stage in range(STAGES):
+        for wg in range(CONSUMER_WARPGROUPS):
+            begin = delta_offset(cfg, wg, stage)
+            first = (stage * CONSUMER_WARPGROUPS + wg) * own
+            assert begin % 1024 == 0 and first <= begin and begin + DELTA_BYTES <= first + own
+            places.append(range(begin, begin + DELTA_BYTES))
+    for wg in range(CONSUMER_WARPGROUPS):
+        begin = dk_piece(cfg, wg) * 2 * 64 * cfg.dim
+        places.append(range(begin, begin + 2 * 64 * cfg.dim))
+    places.sort(key=lambda place: place.start)
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(places)) and places[-1].stop <= plan(cfg)["ds"].bytes
 
 
 def test_dv_and_finished_dq_fit_into_half_slots():
@@ -145,9 +170,10 @@ def test_every_ordered_config_has_a_debug_build(cfg):
 
 def test_expected_products():
     assert select(128, "bf16", "full").wgmma_per_task == 8 + 8 + 4 + 4 + 8
-    assert select(64, "bf16", "full").wgmma_per_task == 4 + 4 + 8 + 8 + 8
+    assert select(64, "bf16", "full").wgmma_per_task == 4 + 5 + 8 + 8 + 8
+    assert select(64, "bf16", "full", softcap=True).wgmma_per_task == 4 + 4 + 8 + 8 + 8
     assert select(80, "bf16", "full").wgmma_per_task == 5 + 5 + 4 + 4 + 8
-    assert select(8, "bf16", "full").wgmma_per_task == 1 + 1 + 8 + 8 + 8
+    assert select(8, "bf16", "full").wgmma_per_task == 1 + 2 + 8 + 8 + 8
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(64, (64, 64)), (24, (24, 24)), (80, (64, 16)), (128, (64, 64))])

@@ -16,7 +16,7 @@ import pytest
 from dash_attn.backends.sm90 import barriers
 from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, NamedBarrier, Role
 from dash_attn.backends.sm90.config import select
-from dash_attn.backends.sm90.cta import WARP
+from dash_attn.backends.sm90.cta import STAGES, WARP
 from dash_attn.launch import compose
 from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem, window
@@ -30,6 +30,7 @@ from tests.backends.sm90.worker_model import Chain, Cta, Task
 DEVICE = Path(barriers.__file__).parent / "device"
 PLAIN = select(128, "bf16", "full")
 CAPPED = select(64, "bf16", "full", softcap=True)
+NARROW = select(64, "bf16", "full")
 
 
 def chains_of(program, rows):
@@ -61,7 +62,7 @@ def test_random_programs(seed):
     early = rng.choice([dict(), dict(p_early=0, delta_ahead=0)])
     how = dict(split=rng.random() < 0.5, peek=rng.random() < 0.5, ordered=rng.random() < 0.8, cut=cut, packed=packed)
     finish = rng.choice(["last", "postpass"])
-    cfg = dataclasses.replace(CAPPED if seed % 4 == 0 else PLAIN, finish=finish, **how, **early)
+    cfg = dataclasses.replace((CAPPED, NARROW, PLAIN, PLAIN)[seed % 4], finish=finish, **how, **early)
     counters = {}
     if packed:  # one queue, from which workers take chains in launch order
         queue = chains_of(program, program.launch)
@@ -96,6 +97,22 @@ def test_slopes_wait_for_the_dk_of_the_chain_before(seed, monkeypatch):
     monkeypatch.setattr(protocol.Consumer, "await_ds_buffers", lambda self, entry: iter(()))
     with pytest.raises(AssertionError):
         run([Cta(CAPPED, chains, {})], random.Random(seed))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_delta_waits_until_ds_is_read(seed, monkeypatch):
+    """Delta lies in the dS buffers, where the other warpgroup may still read the dS of two tasks before."""
+    chains = [Chain(n, [Task((n, q), 0, True) for q in range(4)]) for n in range(6)]
+    run([Cta(NARROW, chains, {})], random.Random(seed))
+    split = protocol.Consumer.split_delta
+
+    def early(self, stage, label):
+        self.cta.last_rows[(stage + 1) % STAGES, self.wg] = ("delta", label)
+        yield from split(self, stage, label)
+
+    monkeypatch.setattr(protocol.Consumer, "split_delta", early)
+    with pytest.raises(AssertionError, match="overwritten"):
+        run([Cta(NARROW, chains, {})], random.Random(seed))
 
 
 def worker(**changes):

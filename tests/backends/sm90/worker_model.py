@@ -101,4 +101,5 @@ class Cta:
         self.k: object = None
         self.v: object = None
         self.ds: dict[tuple[int, int], object] = {}  # by stage, and by the warpgroup that wrote the columns
+        self.last_rows: dict[tuple[int, int], object] = {}  # of dS, where delta lies before; dK never does
         self.slots: dict[int, object] = {}  # by number of the half

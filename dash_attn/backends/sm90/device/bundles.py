@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
 from ..config import KernelConfig
 from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
-from ..smem_plan import ENTRY_WORDS, Info
+from ..smem_plan import DELTA_BYTES, ENTRY_WORDS, MINUS_BYTES, Info, delta_offset, dk_piece
 from .ptx import phase_done
 
 
@@ -92,7 +92,7 @@ class Layouts:
     kv: Any
     ds: Any
     grad: Any  # (64, dim, pieces): dV rows of one warpgroup, in a half of a dQ slot
-    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the dS buffers
+    dk: Any  # (64, dim, pieces): dK rows of each warpgroup, in the dS buffers
     dq_out: Any  # (64, 64, pieces): finished dQ of one warpgroup, in a half of a dQ slot
 
     @staticmethod
@@ -105,7 +105,7 @@ class Layouts:
             kv=cute.tile_to_shape(atom, (TILE_N, cfg.dim), order=(0, 1)),
             ds=cute.tile_to_shape(atom, (cfg.tile_m, TILE_N, STAGES), order=(0, 1, 2)),
             grad=cute.tile_to_shape(atom, (64, cfg.dim, grad_pieces), order=(0, 1, 2)),
-            dk=cute.tile_to_shape(atom, (64, cfg.dim, CONSUMER_WARPGROUPS), order=(0, 1, 2)),
+            dk=cute.tile_to_shape(atom, (64, cfg.dim, dk_piece(cfg, CONSUMER_WARPGROUPS)), order=(0, 1, 2)),
             dq_out=cute.tile_to_shape(atom, (64, 64, out_pieces), order=(0, 1, 2)),
         )
 
@@ -113,6 +113,38 @@ class Layouts:
 def pieces_per_half(cfg: KernelConfig, elements: int) -> int:
     """Tiles of `elements` 16-bit values that fit into the fp32 values of half a dQ slot."""
     return cfg.half_floats * 2 // elements
+
+
+def delta_parts(cfg: KernelConfig, ds):
+    """Delta as an operand, in the memory of dS: (4 words, 128 rows, warpgroups, STAGES). A row is 8 columns in bf16."""
+    start = cute.recast_ptr(ds.data_ptr() + delta_offset(cfg, 0, 0) // 2, dtype=Int32)
+    copy, stage = [(delta_offset(cfg, *at) - delta_offset(cfg, 0, 0)) // 4 for at in ((1, 0), (0, 1))]
+    shape = (4, DELTA_BYTES // 16, CONSUMER_WARPGROUPS, STAGES)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=(1, 4, copy, stage)))
+
+
+def delta_operand(parts):
+    """The same as the right operand of a step: (128 rows, 16 columns, warpgroups, STAGES). It has each column twice."""
+    *_, copy, stage = parts.stride
+    shape = ((8, DELTA_BYTES // 128), (8, 2), CONSUMER_WARPGROUPS, STAGES)
+    start = cute.recast_ptr(parts.iterator, dtype=BFloat16)
+    return cute.make_tensor(start, cute.make_layout(shape, stride=((8, 64), (1, 0), 2 * copy, 2 * stage)))
+
+
+def minus_rows():
+    """The left operand. All its rows are the same eight columns, twice, so 128 bytes hold it."""
+    return cute.make_layout(((8, TILE_N // 8), (8, 2)), stride=((8, 0), (1, 0)))
+
+
+@cute.jit
+def write_minus(minus):
+    """-1/2 in the three columns that hold delta, and 0 in the others: the product has each column twice. One warp."""
+    lane = cute.arch.lane_idx()
+    half = 0xBF00  # -1/2 in bf16
+    word = Int32((half << 16 | half) - (1 << 32)) if lane % 4 == 0 else Int32(0)
+    word = Int32(half) if lane % 4 == 1 else word
+    cute.make_tensor(cute.recast_ptr(minus.iterator, dtype=Int32), cute.make_layout(32))[lane] = word
+    cute.arch.fence_view_async_shared()
 
 
 def smem_struct(cfg: KernelConfig):
@@ -128,6 +160,8 @@ def smem_struct(cfg: KernelConfig):
         info: align[mem[Int32, len(Info) * CHAINS_IN_FLIGHT], 16]
         lse: align[mem[Float32, m * STAGES], 128]
         delta: align[mem[Float32, m * STAGES], 128]
+        if cfg.delta_in_product:
+            minus: align[mem[BFloat16, MINUS_BYTES // 2], 128]
         q: align[mem[t, m * d * STAGES], 1024]
         do: align[mem[t, m * d * STAGES], 1024]
         k: align[mem[t, n * d], 1024]
@@ -152,9 +186,11 @@ class Views:
     dq: Any  # (half_floats, HALF_SLOTS) fp32; half number = 2 * slot + warpgroup
     lse: Any  # (tile_m, STAGES)
     delta: Any
+    parts: Any  # the operands in bf16 of the step that subtracts delta: delta_parts, and (TILE_N, 16)
+    minus: Any
     ring: Any  # (words of an entry, RING)
     info: Any  # (words of Info, CHAINS_IN_FLIGHT); column = parity of the chain
-    dk: Any  # (64, dim, 2): dK rows of each warpgroup, in the memory of dS
+    dk: Any  # (64, dim, pieces): dK rows of each warpgroup, in the memory of dS
 
     @staticmethod
     def of(cfg: KernelConfig, lay: Layouts, mem) -> "Views":
@@ -175,6 +211,8 @@ class Views:
             dq=mem.dq.get_tensor(cute.make_layout((cfg.half_floats, HALF_SLOTS))),
             lse=mem.lse.get_tensor(stats),
             delta=mem.delta.get_tensor(stats),
+            parts=delta_parts(cfg, mem.ds) if cfg.delta_in_product else None,
+            minus=mem.minus.get_tensor(minus_rows()) if cfg.delta_in_product else None,
             ring=mem.ring.get_tensor(cute.make_layout((ENTRY_WORDS, RING))),
             info=mem.info.get_tensor(cute.make_layout((len(Info), CHAINS_IN_FLIGHT))),
             dk=swizzled(mem.ds, lay.dk),

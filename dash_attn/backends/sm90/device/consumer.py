@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..barriers import NAMED_BARRIER_THREADS, NamedBarrier
 from ..cta import WARPGROUP
-from ..smem_plan import Info, TaskEntry
+from ..smem_plan import Info, TaskEntry, dk_piece
 from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
 from .pointwise import (
@@ -26,7 +26,7 @@ from .pointwise import (
     score_gradient,
     slopes16,
 )
-from .ptx import fresh_thread_index
+from .ptx import bf16_parts, fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
 from .tasks import (
     BEGINS,
@@ -123,13 +123,16 @@ class Consumer:
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
         cta.bars.wait("do_full", stage, phase)
+        if const_expr(cfg.delta_in_product):
+            self.split_delta(stage)
         dp = gemms.score_acc()
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
         warpgroup.wait_group(1)
         # With p_early, delta is loaded, P is rounded and the dS buffers are waited for while the product runs. This is
         # the fastest of 120 orders that were timed, by 2-4 % (docs/experiments.md).
-        if const_expr(cfg.p_early):
+        delta = None
+        if const_expr(cfg.p_early and not cfg.delta_in_product):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         if const_expr(cfg.softcap):
             cap(s, cta.facts.inner)
@@ -154,7 +157,7 @@ class Consumer:
             gemms.round_rest(s, p16, cfg.p_early)
         if const_expr(cfg.p_early):
             self.await_ds_buffers(flags, odd)
-        else:
+        elif const_expr(not cfg.delta_in_product):
             delta = ColumnPairs.of(cta.views.delta, stage, cfg.tile_m, cfg.delta_ahead)
         # (3) dS
         warpgroup.wait_group(0)
@@ -199,6 +202,24 @@ class Consumer:
             consumer_stamp(cta, entry, "left")
         self.leave("q_empty", stage)
         return flags, arrived
+
+    @cute.jit
+    def split_delta(self, stage):
+        """Writes delta as an operand of dP^T, a row a thread, while S^T is computed: three parts, whose sum it is, and
+        zeros. Each part has 8 of its 24 bits.
+
+        The other warpgroup has read what lies there: it has left the task before last.
+        """
+        cta = self.cta
+        thread = fresh_thread_index()
+        group, row = (thread >> 7) - 1, thread & (WARPGROUP - 1)
+        words = cute.make_rmem_tensor(4, Int32)
+        words.fill(0)
+        words[0], words[1] = bf16_parts(cta.views.delta[row, stage])
+        cute.autovec_copy(words, cta.views.parts[None, row, group, stage])
+        cute.arch.fence_view_async_shared()
+        threads = NAMED_BARRIER_THREADS[NamedBarrier.GROUP_0]
+        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + group, number_of_threads=threads)
 
     @cute.jit
     def await_ds_buffers(self, flags, odd):
@@ -290,7 +311,8 @@ class Consumer:
         self.sync_consumers()  # both warpgroups must have read the last dS
         dst = gemms.store_grad.get_slice(thread % WARPGROUP).partition_D(self.cta.views.dk)
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
-        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, wg])
+        piece = dk_piece(self.cta.cfg, wg)
+        cute.copy(gemms.store_grad, gemms.store_grad.retile(out), dst[None, None, None, piece])
         cute.arch.fence_view_async_shared()
         self.leave("dk_full", 0)
 

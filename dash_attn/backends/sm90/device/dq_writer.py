@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import KV_COUNTERS, STAMPS
 from ..cta import CONSUMER_WARPGROUPS, DQ_SLOTS, WRITERS
-from ..smem_plan import GradEntry, Info, TaskEntry
+from ..smem_plan import GradEntry, Info, TaskEntry, dk_piece
 from .bundles import Cta, pieces_per_half
 from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
@@ -314,7 +314,7 @@ class DkWriter:
         cta = self.cta
         place = kv_place(cta, i & 1)
         for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
-            store_rows(cta, cta.streams.dk, (cta.views.dk, wg), place, wg)
+            store_rows(cta, cta.streams.dk, (cta.views.dk, dk_piece(cta.cfg, wg)), place, wg)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

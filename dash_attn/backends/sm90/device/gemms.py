@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
 from ..config import KernelConfig
 from ..cta import TILE_N, WARPGROUP
-from .bundles import Cta, element
+from .bundles import Cta, delta_operand, element
 
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 SMEM, RMEM = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -22,7 +22,11 @@ PAIR = {"bf16": "bf16x2", "fp16": "f16x2"}  # two numbers in a word
 
 
 def tiled_mma(cfg: KernelConfig, a_from, b_major, inst_n: int, groups):
-    op = warpgroup.MmaF16BF16Op(element(cfg), Float32, (64, inst_n, 16), a_from, K_MAJOR, b_major)
+    return mma_of(element(cfg), a_from, b_major, inst_n, groups)
+
+
+def mma_of(dtype, a_from, b_major, inst_n: int, groups):
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, inst_n, 16), a_from, K_MAJOR, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), groups)
 
 
@@ -52,6 +56,9 @@ class Gemms:
     store_grad: Any  # copy of one warpgroup's 64 rows of dK or dV
     store_dq: Any  # copy of one warpgroup's part of finished dQ
     load_ds: Any  # the inverse of store_ds: a lane has the same addresses in both
+    delta: Any  # tiled MMA of the step of dP^T that subtracts delta. None if there is none
+    minus_a: Any  # its operands
+    delta_b: Any
 
     @staticmethod
     def bind(cta: Cta, wg, thread) -> "Gemms":
@@ -68,6 +75,12 @@ class Gemms:
         store_ds = cute.make_tiled_copy_C(stmatrix(True), score)
         ldmatrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=True, num_matrices=4), element(cfg))
         one = (1, 1, 1)
+        delta, minus_a, delta_b = None, None, None
+        if cfg.delta_in_product:  # in bf16 always: fp16 ends at 65,504
+            delta = mma_of(BFloat16, SMEM, K_MAJOR, cfg.tile_m, (2, 1, 1))
+            g_delta = delta.get_slice(wg * WARPGROUP)
+            minus_a = g_delta.make_fragment_A(g_delta.partition_A(v.minus))
+            delta_b = g_delta.make_fragment_B(g_delta.partition_B(delta_operand(v.parts)[None, None, wg, None]))
         return Gemms(
             cfg,
             score,
@@ -87,6 +100,9 @@ class Gemms:
             store_grad=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, RMEM, MN_MAJOR, cfg.dim, one)),
             store_dq=cute.make_tiled_copy_C(stmatrix(False), tiled_mma(cfg, SMEM, MN_MAJOR, 64, one)),
             load_ds=cute.make_tiled_copy_C(ldmatrix, score),
+            delta=delta,
+            minus_a=minus_a,
+            delta_b=delta_b,
         )
 
     def keep_k(self, k, thread):
@@ -147,7 +163,11 @@ class Gemms:
         warpgroup.commit_group()
 
     def issue_dp(self, acc, stage):
-        issue(self.score, acc, self.v_a, self.do_b[None, None, None, stage], False, self.cfg.score_steps)
+        warpgroup.fence()
+        add(self.score, acc, (self.v_a, self.do_b[None, None, None, stage]), range(self.cfg.score_steps), False)
+        if self.delta is not None:
+            add(self.delta, acc, (self.minus_a, self.delta_b[None, None, None, stage]), range(1), True)
+        warpgroup.commit_group()
 
     def issue_dv(self, acc, p, stage):
         issue(self.grad, acc, self.operand_view(p), self.do_t[None, None, None, stage], True)
@@ -174,10 +194,10 @@ def rounded_pair(kind: str, low, high):
     )
 
 
-def issue(mma, acc, a, b, accumulate, steps: int = 0):
-    """Issues one product asynchronously, as one wgmma group. 0 steps means all steps."""
+def issue(mma, acc, a, b, accumulate):
+    """Issues one product asynchronously, as one wgmma group."""
     warpgroup.fence()
-    add(mma, acc, (a, b), range(steps or cute.size(a.shape[2])), accumulate)
+    add(mma, acc, (a, b), range(cute.size(a.shape[2])), accumulate)
     warpgroup.commit_group()
 
 

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import KernelConfig
 from ..cta import CONSUMER_REGS, THREADS, TILE_N, WORKER_REGS, WRITERS
-from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, Tables, Views, smem_struct
+from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, Tables, Views, smem_struct, write_minus
 from .consumer import Consumer
 from .dq_writer import DkWriter, DqWriter
 from .producer import Producer
@@ -91,6 +91,8 @@ class BackwardSm90:
             with cute.arch.elect_one():
                 bars.init()
             cute.arch.mbarrier_init_fence()
+            if const_expr(cfg.delta_in_product):
+                write_minus(cta.views.minus)
         cute.arch.sync_threads()
         if warp < 4:
             cute.arch.setmaxregister_decrease(WORKER_REGS)

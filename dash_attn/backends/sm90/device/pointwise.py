@@ -61,8 +61,12 @@ def exponentiate(s, lse: ColumnPairs, scale_log2):
                 s[i] = cute.math.exp2(s[i] * scale_log2 - pair[c], fastmath=True)
 
 
-def score_gradient(dp, p, delta: ColumnPairs):
-    """dp = p * (dp - delta), in place."""
+def score_gradient(dp, p, delta: ColumnPairs | None):
+    """dp = p * (dp - delta), in place. Without delta: the product has subtracted it."""
+    if delta is None:
+        for i in range(cute.size(dp)):
+            dp[i] = p[i] * dp[i]
+        return
     for j, pair in delta:
         for h in range(2):
             for c in range(2):

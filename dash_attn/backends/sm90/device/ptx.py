@@ -55,3 +55,13 @@ def fresh_thread_index():
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[cute.arch.thread_idx()[0]]
     )
+
+
+def bf16_parts(number):
+    """A float as the sum of three numbers in bf16: two words, the first with two of them. Each has 8 of its 24 bits."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 h; .reg .f32 r, t; and.b32 h, {$r0}, 0xffff0000; sub.f32 r, {$r0}, h; and.b32 h, r, 0xffff0000; "
+        "sub.f32 t, r, h; prmt.b32 {$w0}, {$r0}, r, 0x7632; shr.b32 {$w1}, t, 16; }",
+        write_only_types=[Int32, Int32],
+        read_only_args=[number],
+    )
