@@ -4,7 +4,8 @@ The kernel takes offsets and arrival counts from these tables. The model of the 
 runs on the same tables, and a test compares them with the calls in the kernel's source.
 
     mbarrier         completes a phase when
-    q_full, do_full  the producer has announced the bytes of a stage and they have landed
+    q_full, do_full  the producer has announced the bytes of a stage and they have landed. If the product dP^T subtracts
+                     delta, its operand is written, too
     q_empty, ...     every consumer warp has left the stage
     k_full           K has landed, and the chain's column of `info` is written; in a pack also the end of all chains
     v_full           V has landed
@@ -51,29 +52,40 @@ class MBarrierSpec:
     name: str
     count: int  # barriers of this kind
     arrivals: int  # per phase. A load that counts bytes arrives once
-    arrives: Role
-    waits: Role
+    arrives: tuple[Role, ...]
+    waits: tuple[Role, ...]
 
 
 MBARRIERS = (
-    MBarrierSpec("q_full", STAGES, 1, Role.PRODUCER, Role.CONSUMER),
-    MBarrierSpec("q_empty", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
-    MBarrierSpec("do_full", STAGES, 1, Role.PRODUCER, Role.CONSUMER),
-    MBarrierSpec("do_empty", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
-    MBarrierSpec("k_full", 1, 1, Role.PRODUCER, Role.CONSUMER),
-    MBarrierSpec("k_empty", 1, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
-    MBarrierSpec("v_full", 1, 1, Role.PRODUCER, Role.CONSUMER),
-    MBarrierSpec("v_empty", 1, CONSUMER_WARPS, Role.CONSUMER, Role.PRODUCER),
-    MBarrierSpec("task_full", RING, 1, Role.PRODUCER, Role.DQ_WRITER),
-    MBarrierSpec("ds_full", STAGES, CONSUMER_WARPS, Role.CONSUMER, Role.CONSUMER),
-    MBarrierSpec("dq_full", HALF_SLOTS, WARPGROUP // WARP, Role.CONSUMER, Role.DQ_WRITER),
-    MBarrierSpec("dq_empty", HALF_SLOTS, 1, Role.DQ_WRITER, Role.CONSUMER),
-    MBarrierSpec("dk_full", 1, CONSUMER_WARPS, Role.CONSUMER, Role.DK_WRITER),
-    MBarrierSpec("dk_empty", 1, 1, Role.DK_WRITER, Role.CONSUMER),
+    MBarrierSpec("q_full", STAGES, 1, (Role.PRODUCER,), (Role.CONSUMER,)),
+    MBarrierSpec("q_empty", STAGES, CONSUMER_WARPS, (Role.CONSUMER,), (Role.PRODUCER,)),
+    MBarrierSpec("do_full", STAGES, 1, (Role.PRODUCER,), (Role.CONSUMER,)),
+    MBarrierSpec("do_empty", STAGES, CONSUMER_WARPS, (Role.CONSUMER,), (Role.PRODUCER,)),
+    MBarrierSpec("k_full", 1, 1, (Role.PRODUCER,), (Role.CONSUMER,)),
+    MBarrierSpec("k_empty", 1, CONSUMER_WARPS, (Role.CONSUMER,), (Role.PRODUCER,)),
+    MBarrierSpec("v_full", 1, 1, (Role.PRODUCER,), (Role.CONSUMER,)),
+    MBarrierSpec("v_empty", 1, CONSUMER_WARPS, (Role.CONSUMER,), (Role.PRODUCER,)),
+    MBarrierSpec("task_full", RING, 1, (Role.PRODUCER,), (Role.DQ_WRITER,)),
+    MBarrierSpec("ds_full", STAGES, CONSUMER_WARPS, (Role.CONSUMER,), (Role.CONSUMER,)),
+    MBarrierSpec("dq_full", HALF_SLOTS, WARPGROUP // WARP, (Role.CONSUMER,), (Role.DQ_WRITER,)),
+    MBarrierSpec("dq_empty", HALF_SLOTS, 1, (Role.DQ_WRITER,), (Role.CONSUMER,)),
+    MBarrierSpec("dk_full", 1, CONSUMER_WARPS, (Role.CONSUMER,), (Role.DK_WRITER,)),
+    MBarrierSpec("dk_empty", 1, 1, (Role.DK_WRITER,), (Role.CONSUMER,)),
 )
+# If the product dP^T subtracts delta, the dK writer follows the tasks: it makes the operand of that step.
+DELTA_MBARRIERS = {
+    "q_full": MBarrierSpec("q_full", STAGES, 1, (Role.PRODUCER,), (Role.CONSUMER, Role.DK_WRITER)),
+    "do_full": MBarrierSpec("do_full", STAGES, 2, (Role.PRODUCER, Role.DK_WRITER), (Role.CONSUMER,)),
+    "task_full": MBarrierSpec("task_full", RING, 1, (Role.PRODUCER,), (Role.DQ_WRITER, Role.DK_WRITER)),
+}
 MBARRIER_COUNT = sum(spec.count for spec in MBARRIERS)
 # Number of the first barrier of each kind, counted from the start of the buffer.
 MBARRIER_OFFSETS = {spec.name: sum(before.count for before in MBARRIERS[:i]) for i, spec in enumerate(MBARRIERS)}
+
+
+def mbarriers(delta_in_product: bool) -> tuple[MBarrierSpec, ...]:
+    """Those of a build. Only arrivals and roles differ between builds."""
+    return tuple(DELTA_MBARRIERS.get(spec.name, spec) for spec in MBARRIERS) if delta_in_product else MBARRIERS
 
 
 class NamedBarrier(IntEnum):

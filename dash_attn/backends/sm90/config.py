@@ -231,7 +231,7 @@ def select(
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these
         # hold most of K, which the product S^T then need not fetch from shared memory. Neighbours in a shift order are
         # one step apart here, and a half tile is handed over faster than a whole one.
-        tuned = KernelConfig(dim, dtype, mask, ordered, finish, split=True, lse_ahead=3, k_kept=3, peek=True)
+        tuned = KernelConfig(dim, dtype, mask, ordered, finish, split=True, lse_ahead=3, k_kept=4, peek=True)
         # Slopes pass through registers on their way to shared memory and back. With K or more of LSE beside them some
         # builds spill.
         return replace(tuned, softcap=True, lse_ahead=1, delta_ahead=2, k_kept=0) if softcap else tuned

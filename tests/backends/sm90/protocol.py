@@ -41,8 +41,8 @@ class RoleModel(ABC):
     def used(self, use: str, name: str, index: int) -> MBarrier:
         assert (name, index) in self.cta.mbarriers, f"barrier {name}[{index}] is not declared"
         barrier = self.cta.mbarriers[name, index]
-        assert getattr(barrier.spec, use) is self.role, f"{name}: the {self.role.value} {use}"
-        self.cta.unused.discard((use, name, index))
+        assert self.role in getattr(barrier.spec, use), f"{name}: the {self.role.value} {use}"
+        self.cta.unused.discard((use, self.role, name, index))
         return barrier
 
     def wait(self, name: str, index: int, parity: int) -> Steps:
@@ -86,7 +86,7 @@ def publish(producer: Producer, number: int, entry: Entry) -> None:
     producer.arrive("task_full", slot)
 
 
-def await_entry(writer: DqWriter, number: int) -> Steps:
+def await_entry(writer: DqWriter | DkWriter, number: int) -> Steps:
     ring = len(writer.cta.ring)
     yield from writer.wait("task_full", number % ring, (number // ring) & 1)
 
@@ -145,7 +145,8 @@ class Producer(RoleModel):
         stage, phase = stage_of(task)
         yield from self.wait("q_empty", stage, phase ^ 1)
         publish(self, number, entry)
-        self.cta.q[stage] = label
+        yield "step"
+        self.cta.q[stage] = self.cta.delta[stage] = label
         self.expect("q_full", stage)
         yield from self.wait("do_empty", stage, phase ^ 1)
         self.cta.do[stage] = label
@@ -181,7 +182,7 @@ class Consumer(RoleModel):
                 task = yield from self.chain(i, task)
                 i += 1
                 yield from self.wait("k_full", 0, i & 1)
-            if not cta.cfg.cut:
+            if not cta.cfg.cut and not cta.cfg.delta_in_product:
                 yield from self.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("dk_full")
         else:
@@ -227,16 +228,14 @@ class Consumer(RoleModel):
             yield from self.wait("v_full", 0, chain & 1)
         yield from self.wait("do_full", stage, phase)
         assert cta.do[stage] == label and (cta.k, cta.v) == (chain, chain), "dO of another task"
-        if cfg.delta_in_product:
-            yield from self.split_delta(stage, label)
+        self.check_delta(stage, label)
         if cfg.stores_slopes:
             yield from self.await_ds_buffers(entry)
             cta.ds[stage, self.wg] = ("slopes", task)
         if cfg.p_early:
             yield from self.await_ds_buffers(entry)
         yield "step"
-        if cfg.delta_in_product:
-            assert cta.last_rows[stage, self.wg] == ("delta", label), "delta was overwritten while dP^T read it"
+        self.check_delta(stage, label)
         if entry.ends:
             self.leave("v_empty")
         if cfg.stores_slopes:
@@ -265,9 +264,10 @@ class Consumer(RoleModel):
             held = [rows.get((stage, wg)) for wg in WARPGROUPS]
             assert held == [("ds", task)] * CONSUMER_WARPGROUPS, "dS is not there, or was overwritten"
 
-    def split_delta(self, stage: int, label: object) -> Steps:
-        self.cta.last_rows[stage, self.wg] = ("delta", label)
-        yield from self.sync(NamedBarrier(NamedBarrier.GROUP_0 + self.wg))
+    def check_delta(self, stage: int, label: object) -> None:
+        if self.cta.cfg.delta_in_product:
+            held = self.cta.last_rows.get((stage, self.wg))
+            assert held == ("delta", label), "delta is not there, or was overwritten"
 
     def await_ds_buffers(self, entry: Entry) -> Steps:
         if not self.cta.cfg.cut and entry.begins:
@@ -424,9 +424,11 @@ class DkWriter(RoleModel):
     role = Role.DK_WRITER
 
     def run(self) -> Steps:
-        if self.cta.cfg.cut:
+        if self.cta.cfg.delta_in_product:
+            yield from self.follow()
+        elif self.cta.cfg.cut:
             return
-        if self.cta.cfg.packed:
+        elif self.cta.cfg.packed:
             i = 0
             yield from self.wait("dk_full", 0, 0)
             while self.cta.info[i & 1] != (i, -1):
@@ -437,6 +439,32 @@ class DkWriter(RoleModel):
             for i in range(len(self.cta.chains)):
                 yield from self.wait("dk_full", 0, i & 1)
                 yield from self.store(i)
+
+    def follow(self) -> Steps:
+        number, task, i, late = 0, 0, 0, False
+        while True:
+            yield from await_entry(self, number)
+            entry = read(self.cta, number)
+            if entry.kind == "task":
+                yield from self.split_delta(task)
+                task += 1
+            if not self.cta.cfg.cut:
+                if late:
+                    yield from self.wait("dk_full", 0, i & 1)
+                    yield from self.store(i)
+                    i += 1
+                late = entry.kind == "grad"
+            if entry.kind == "end":
+                return
+            number += 1
+
+    def split_delta(self, task: int) -> Steps:
+        stage, phase = stage_of(task)
+        yield from self.wait("q_full", stage, phase)
+        for wg in WARPGROUPS:
+            self.cta.last_rows[stage, wg] = ("delta", self.cta.delta[stage])
+            yield "step"
+        self.arrive("do_full", stage)
 
     def store(self, i: int) -> Steps:
         self.check_dk(i)

@@ -14,9 +14,16 @@ from pathlib import Path
 import pytest
 
 from dash_attn.backends.sm90 import barriers
-from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, NamedBarrier, Role
+from dash_attn.backends.sm90.barriers import (
+    DELTA_MBARRIERS,
+    MBARRIERS,
+    NAMED_BARRIER_THREADS,
+    NamedBarrier,
+    Role,
+    mbarriers,
+)
 from dash_attn.backends.sm90.config import select
-from dash_attn.backends.sm90.cta import STAGES, WARP
+from dash_attn.backends.sm90.cta import WARP
 from dash_attn.launch import compose
 from dash_attn.order import applicable
 from dash_attn.problem import CAUSAL, FULL, Problem, window
@@ -100,22 +107,22 @@ def test_slopes_wait_for_the_dk_of_the_chain_before(seed, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_delta_waits_until_ds_is_read(seed, monkeypatch):
-    """Delta lies in the dS buffers, where the other warpgroup may still read the dS of two tasks before."""
+def test_delta_is_split_when_it_has_landed(seed, monkeypatch):
+    """The entry of a task is published before the loads of the task begin."""
     chains = [Chain(n, [Task((n, q), 0, True) for q in range(4)]) for n in range(6)]
     run([Cta(NARROW, chains, {})], random.Random(seed))
-    split = protocol.Consumer.split_delta
+    wait = protocol.DkWriter.wait
 
-    def early(self, stage, label):
-        self.cta.last_rows[(stage + 1) % STAGES, self.wg] = ("delta", label)
-        yield from split(self, stage, label)
+    def early(self, name, index, parity):
+        if name != "q_full":
+            yield from wait(self, name, index, parity)
 
-    monkeypatch.setattr(protocol.Consumer, "split_delta", early)
-    with pytest.raises(AssertionError, match="overwritten"):
+    monkeypatch.setattr(protocol.DkWriter, "wait", early)
+    with pytest.raises(AssertionError, match="delta is not there"):
         run([Cta(NARROW, chains, {})], random.Random(seed))
 
 
-def worker(**changes):
+def worker(cfg, **changes):
     """A worker with full, short and empty chains on shared dQ tiles. It comes to every barrier of every slot."""
     counts, turns, lasts = [3, 0, 1, 5, 2, 4, 0, 5], {}, {}
     for count in counts:
@@ -126,19 +133,20 @@ def worker(**changes):
         tasks = [Task(q, turns.get(q, 0), turns.get(q, 0) == lasts[q] - 1) for q in range(count)]
         turns.update({task.tile: task.turn + 1 for task in tasks})
         chains.append(Chain(n, tasks))
-    return Cta(dataclasses.replace(PLAIN, peek=True), chains, {}, **changes)
+    return Cta(dataclasses.replace(cfg, peek=True), chains, {}, **changes)
 
 
-def check_barriers(**changes):
+def check_barriers(cfg=PLAIN, **changes):
     """Runs the worker with changed barrier tables. Fails if a declared barrier is not used, or a used one missing."""
     for seed in range(3):
-        cta = worker(**changes)
+        cta = worker(cfg, **changes)
         run([cta], random.Random(seed), patience=30_000)
         assert not cta.unused, f"declared, but not used by the model: {sorted(map(str, cta.unused))}"
 
 
-def test_the_model_uses_every_declared_barrier():
-    check_barriers()
+@pytest.mark.parametrize("cfg", [PLAIN, NARROW], ids=["d128", "d64"])
+def test_the_model_uses_every_declared_barrier(cfg):
+    check_barriers(cfg)
 
 
 def changed_specs(spec) -> Iterator[tuple[str, list[barriers.MBarrierSpec]]]:
@@ -149,19 +157,24 @@ def changed_specs(spec) -> Iterator[tuple[str, list[barriers.MBarrierSpec]]]:
         yield "one arrival fewer", [dataclasses.replace(spec, arrivals=spec.arrivals - 1)]
     yield "one barrier more", [dataclasses.replace(spec, count=spec.count + 1)]
     yield "one barrier fewer", [dataclasses.replace(spec, count=spec.count - 1)]
-    yield "others arrive", [dataclasses.replace(spec, arrives=other.get(spec.arrives, Role.PRODUCER))]
-    yield "others wait", [dataclasses.replace(spec, waits=other.get(spec.waits, Role.PRODUCER))]
+    for use in ("arrives", "waits"):
+        first, *others = getattr(spec, use)
+        more = next(role for role in Role if role not in (first, *others))
+        yield f"another {use}", [dataclasses.replace(spec, **{use: (other.get(first, Role.PRODUCER), *others)})]
+        yield f"one more {use}", [dataclasses.replace(spec, **{use: (first, *others, more)})]
     yield "a second one", [spec, dataclasses.replace(spec, name="another")]
 
 
-CHANGES = [(s, why, specs) for s in MBARRIERS for why, specs in changed_specs(s)]
+CHANGES = [(PLAIN, s, why, specs) for s in MBARRIERS for why, specs in changed_specs(s)]
+CHANGES += [(NARROW, s, why, specs) for s in DELTA_MBARRIERS.values() for why, specs in changed_specs(s)]
+NAMES = [f"d{cfg.dim} {s.name}: {why}" for cfg, s, why, _ in CHANGES]
 
 
-@pytest.mark.parametrize(("spec", "why", "specs"), CHANGES, ids=[f"{s.name}: {why}" for s, why, _ in CHANGES])
-def test_every_change_of_a_barrier_is_noticed(spec, why, specs):
-    tables = [new for old in MBARRIERS for new in (specs if old is spec else [old])]
+@pytest.mark.parametrize(("cfg", "spec", "why", "specs"), CHANGES, ids=NAMES)
+def test_every_change_of_a_barrier_is_noticed(cfg, spec, why, specs):
+    tables = [new for old in mbarriers(cfg.delta_in_product) for new in (specs if old is spec else [old])]
     with pytest.raises(AssertionError):
-        check_barriers(specs=tables)
+        check_barriers(cfg, specs=tables)
 
 
 @pytest.mark.parametrize("barrier", NamedBarrier)
@@ -248,7 +261,7 @@ def outline(functions, inlined=frozenset()):
 
 
 def kernel_sources():
-    names = ("producer.py", "consumer.py", "dq_writer.py", "tasks.py")
+    names = ("producer.py", "consumer.py", "dq_writer.py", "dk_writer.py", "tasks.py")
     return [(DEVICE / name).read_text(encoding="utf-8") for name in names]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from dash_attn.backends.sm90.barriers import MBARRIERS, NAMED_BARRIER_THREADS, MBarrierSpec, NamedBarrier
+from dash_attn.backends.sm90.barriers import NAMED_BARRIER_THREADS, MBarrierSpec, NamedBarrier, mbarriers
 from dash_attn.backends.sm90.config import KernelConfig
 from dash_attn.backends.sm90.cta import CHAINS_IN_FLIGHT, RING, STAGES
 
@@ -82,22 +82,29 @@ class Cta:
         chains: list[Chain],
         counters: dict[object, int],
         *,
-        specs: Iterable[MBarrierSpec] = MBARRIERS,
+        specs: Iterable[MBarrierSpec] | None = None,
         threads: Mapping[NamedBarrier, int] = NAMED_BARRIER_THREADS,
         ring: int = RING,
     ):
         self.cfg, self.counters = cfg, counters
         self.chains = chains  # of a pack: a list that all workers share and take chains from
+        specs = mbarriers(cfg.delta_in_product) if specs is None else specs
         self.mbarriers = {(spec.name, i): MBarrier(spec) for spec in specs for i in range(spec.count)}
         self.named = {barrier: HardwareBarrier(count) for barrier, count in threads.items()}
         self.unused: set[object] = {
-            *((use, *at) for use in ("arrives", "waits") for at in self.mbarriers),
+            *(
+                (use, role, *at)
+                for use in ("arrives", "waits")
+                for at, barrier in self.mbarriers.items()
+                for role in getattr(barrier.spec, use)
+            ),
             *self.named,
         }
         self.ring: list[tuple[int, Entry] | None] = [None] * ring
         self.info: list[tuple[int, int] | None] = [None] * CHAINS_IN_FLIGHT  # chain, and its number of tasks
         self.q: list[object] = [None] * STAGES
         self.do: list[object] = [None] * STAGES
+        self.delta: list[object] = [None] * STAGES  # as it is loaded
         self.k: object = None
         self.v: object = None
         self.ds: dict[tuple[int, int], object] = {}  # by stage, and by the warpgroup that wrote the columns

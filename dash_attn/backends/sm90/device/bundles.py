@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, MBARRIERS
+from ..barriers import MBARRIER_COUNT, MBARRIER_OFFSETS, mbarriers
 from ..config import KernelConfig
 from ..cta import CHAINS_IN_FLIGHT, CONSUMER_WARPGROUPS, HALF_SLOTS, RING, STAGES, TILE_N
 from ..smem_plan import DELTA_BYTES, ENTRY_WORDS, MINUS_BYTES, Info, delta_offset, dk_piece
@@ -228,9 +228,9 @@ class Barriers:
     def at(self, name: str, index=0):
         return self.base + (MBARRIER_OFFSETS[name] + index)
 
-    def init(self):
+    def init(self, cfg: KernelConfig):
         """Called by one thread."""
-        for spec in MBARRIERS:
+        for spec in mbarriers(cfg.delta_in_product):
             for i in range(spec.count):
                 cute.arch.mbarrier_init(self.at(spec.name, i), spec.arrivals)
 

@@ -26,7 +26,7 @@ from .pointwise import (
     score_gradient,
     slopes16,
 )
-from .ptx import bf16_parts, fresh_thread_index
+from .ptx import fresh_thread_index
 from .stamps import consumer_stamp, tie_clocks
 from .tasks import (
     BEGINS,
@@ -64,7 +64,7 @@ class Consumer:
                 i = i + 1
                 cta.bars.wait("k_full", 0, i & 1)
                 runs = info_word(cta, i & 1, Info.NUM_RUNS)
-            if const_expr(not cta.cfg.cut):
+            if const_expr(not cta.cfg.cut and not cta.cfg.delta_in_product):
                 # The dK writer reads the end, too. It must have left the chain before.
                 cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)
                 self.leave("dk_full", 0)
@@ -123,8 +123,6 @@ class Consumer:
         if (flags & BEGINS) != 0:
             cta.bars.wait("v_full", 0, odd)
         cta.bars.wait("do_full", stage, phase)
-        if const_expr(cfg.delta_in_product):
-            self.split_delta(stage)
         dp = gemms.score_acc()
         gemms.issue_dp(dp, stage)
         # (2) P, while dP^T is computed
@@ -202,24 +200,6 @@ class Consumer:
             consumer_stamp(cta, entry, "left")
         self.leave("q_empty", stage)
         return flags, arrived
-
-    @cute.jit
-    def split_delta(self, stage):
-        """Writes delta as an operand of dP^T, a row a thread, while S^T is computed: three parts, whose sum it is, and
-        zeros. Each part has 8 of its 24 bits.
-
-        The other warpgroup has read what lies there: it has left the task before last.
-        """
-        cta = self.cta
-        thread = fresh_thread_index()
-        group, row = (thread >> 7) - 1, thread & (WARPGROUP - 1)
-        words = cute.make_rmem_tensor(4, Int32)
-        words.fill(0)
-        words[0], words[1] = bf16_parts(cta.views.delta[row, stage])
-        cute.autovec_copy(words, cta.views.parts[None, row, group, stage])
-        cute.arch.fence_view_async_shared()
-        threads = NAMED_BARRIER_THREADS[NamedBarrier.GROUP_0]
-        cute.arch.barrier(barrier_id=int(NamedBarrier.GROUP_0) + group, number_of_threads=threads)
 
     @cute.jit
     def await_ds_buffers(self, flags, odd):

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import KV_COUNTERS, STAMPS
 from ..cta import CONSUMER_WARPGROUPS, DQ_SLOTS, WRITERS
-from ..smem_plan import GradEntry, Info, TaskEntry, dk_piece
+from ..smem_plan import GradEntry, TaskEntry
 from .bundles import Cta, pieces_per_half
 from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
@@ -40,9 +40,6 @@ from .tasks import (
     await_entry,
     entry_word,
     half_slot,
-    info_word,
-    kv_place,
-    my_chains,
 )
 
 
@@ -287,39 +284,6 @@ class DqWriter:
         if const_expr(cfg.trace):
             self.stamp(writer, entry, "landed", landed)
         cute.arch.sync_warp()
-
-
-@dataclass(frozen=True)
-class DkWriter:
-    cta: Cta
-
-    @cute.jit
-    def run(self):
-        cta = self.cta
-        if const_expr(cta.cfg.packed):
-            i = Int32(0)
-            cta.bars.wait("dk_full", 0, 0)
-            while info_word(cta, i & 1, Info.NUM_RUNS) >= 0:
-                self.store(i)
-                i = i + 1
-                cta.bars.wait("dk_full", 0, i & 1)
-        else:
-            _, chains = my_chains(cta)
-            for i in cutlass.range(chains, unroll=1):
-                cta.bars.wait("dk_full", 0, i & 1)
-                self.store(i)
-
-    @cute.jit
-    def store(self, i):
-        cta = self.cta
-        place = kv_place(cta, i & 1)
-        for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
-            store_rows(cta, cta.streams.dk, (cta.views.dk, dk_piece(cta.cfg, wg)), place, wg)
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            cta.bars.arrive("dk_empty")
 
 
 def store_rows(cta: Cta, stream, staged, place, wg):

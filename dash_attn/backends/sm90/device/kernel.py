@@ -10,7 +10,8 @@ from ..config import KernelConfig
 from ..cta import CONSUMER_REGS, THREADS, TILE_N, WORKER_REGS, WRITERS
 from .bundles import Barriers, Cta, Debug, Facts, Layouts, PackTables, Streams, Tables, Views, smem_struct, write_minus
 from .consumer import Consumer
-from .dq_writer import DkWriter, DqWriter
+from .dk_writer import DkWriter
+from .dq_writer import DqWriter
 from .producer import Producer
 from .rows import batched, described
 from .stamps import introduce
@@ -89,7 +90,7 @@ class BackwardSm90:
             for atom in (streams.q, streams.do, streams.k, streams.v, streams.dk, streams.dv, streams.dq):
                 cpasync.prefetch_descriptor(atom[0])
             with cute.arch.elect_one():
-                bars.init()
+                bars.init(cfg)
             cute.arch.mbarrier_init_fence()
             if const_expr(cfg.delta_in_product):
                 write_minus(cta.views.minus)
@@ -103,7 +104,7 @@ class BackwardSm90:
                 Producer(cta).run()
             if warp >= 1 and warp <= WRITERS:
                 DqWriter(cta).run(warp - 1)
-            if const_expr(not cfg.cut):
+            if const_expr(not cfg.cut or cfg.delta_in_product):
                 if warp == 3:
                     DkWriter(cta).run()
         else:

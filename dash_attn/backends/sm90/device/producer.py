@@ -220,6 +220,7 @@ class Producer:
         head, owner = place
         lane = cute.arch.lane_idx()
         tile_bytes, row_bytes = cfg.tile_m * cfg.dim * 2, cfg.tile_m * 4
+        split = row_bytes if const_expr(cfg.delta_in_product) else 0  # delta comes with Q, and the dK writer splits it
         if const_expr(cfg.packed):
             plane, sum_tile = head, q_tile + doc_word(cta, owner, Doc.Q_TILE)
             rows = doc_word(cta, owner, Doc.Q_ROWS)
@@ -234,25 +235,24 @@ class Producer:
             publish(cta, entry, entry_words)
             if const_expr(cfg.trace):
                 stamp(cta, entry, "loaded")
-            cta.bars.expect("q_full", stage, tile_bytes + row_bytes)
-            bulk_load(
-                cta.views.lse[None, stage].iterator,
-                streams.lse[plane, None].iterator + sum_tile * cfg.tile_m,
-                row_bytes,
-                cta.bars.at("q_full", stage),
-            )
+            cta.bars.expect("q_full", stage, tile_bytes + row_bytes + split)
+            self.load_row(streams.lse, cta.views.lse, (plane, sum_tile, stage), "q_full")
+            if const_expr(cfg.delta_in_product):
+                self.load_row(streams.delta, cta.views.delta, (plane, sum_tile, stage), "q_full")
         place = (first, 0, head, last)
         self.load_tile(streams.q, cta.views.q[None, None, stage], place, cta.bars.at("q_full", stage))
         cta.bars.wait("do_empty", stage, free)
         if lane == 0:
-            cta.bars.expect("do_full", stage, tile_bytes + row_bytes)
-            bulk_load(
-                cta.views.delta[None, stage].iterator,
-                streams.delta[plane, None].iterator + sum_tile * cfg.tile_m,
-                row_bytes,
-                cta.bars.at("do_full", stage),
-            )
+            cta.bars.expect("do_full", stage, tile_bytes + row_bytes - split)
+            if const_expr(not cfg.delta_in_product):
+                self.load_row(streams.delta, cta.views.delta, (plane, sum_tile, stage), "do_full")
         self.load_tile(streams.do, cta.views.do[None, None, stage], place, cta.bars.at("do_full", stage))
+
+    def load_row(self, stream, smem, place, name):
+        """Starts the load of a number for each query of a tile. One lane."""
+        cfg, (plane, tile, stage) = self.cta.cfg, place
+        src = stream[plane, None].iterator + tile * cfg.tile_m
+        bulk_load(smem[None, stage].iterator, src, 4 * cfg.tile_m, self.cta.bars.at(name, stage))
 
     def load_tile(self, stream, smem, place, mbar):
         """Starts the load of one tile of Q, dO, K or V."""
