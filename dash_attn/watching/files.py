@@ -101,7 +101,7 @@ class Record:
 
     @property
     def share(self) -> str:
-        """How much of large tensors that pass modules is read in a step."""
+        """How much of large tensors that layers of torch.nn compute is read in a step."""
         return str(self.environment.get("share", "1"))
 
 
