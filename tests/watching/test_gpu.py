@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks/watch_overhead.py"
 LENGTH = 4096
-SIZES = [(), (1,), (7,), (0,), (4096, 8), (4096 * 8 + 3,), (3, 333, 77)]
+SIZES = [(), (1,), (7,), (0,), (8192,), (4096, 8), (4096 * 8 + 3,), (3, 333, 77)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
