@@ -7,9 +7,10 @@ python benchmarks/watch_overhead.py --host
 The GPT has bytes as tokens, as that of examples/train_gpt_twice.py; `--tokens 50304` gives it the vocabulary of GPT-2.
 Plain and watched steps alternate in one process. A round times a few steps between two synchronisations. The row has
 the median and the 20th and 80th percentile of a step in ms, without and with watching, and how much longer a watched
-step takes. Without --depth all modules are watched. Of large activations and of their gradients a sixteenth is read;
---share 1 reads all of them. The row also has the number of tensors that a watched step reads, and the bytes that it
-reads: reading them takes at least the time that the memory of the GPU needs for these bytes.
+step takes. Without --depth all modules are watched. Of large tensors that a layer of torch.nn computes a sixteenth is
+read; --share 1 reads all of them. What other code computes (attention, sums, their gradients) is read whole. The row
+also has the number of tensors that a watched step reads, and the bytes that it reads: reading them takes at least the
+time that the memory of the GPU needs for these bytes.
 
 --host measures the Python code of the hooks alone, on a CPU: tensors are small, and fingerprints are not computed. The
 row has the microseconds for each tensor that a step reads.
@@ -195,7 +196,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--depth", type=int, help="watch modules as deep as this; without it all modules")
     parser.add_argument(
-        "--share", type=float, default=SHARE, help="part of large activations to read; 1 reads them whole"
+        "--share", type=float, default=SHARE, help="part to read of what layers compute; 1 reads all of it"
     )
     parser.add_argument("--host", action="store_true", help="measure the Python code of the hooks alone, on a CPU")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

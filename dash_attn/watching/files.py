@@ -33,7 +33,7 @@ try:
 except ImportError:  # not on every system; those do not see that two watchers write to one file
     fcntl = None  # type: ignore[assignment]
 
-SIGNATURE = b"dash_attn watch 2\n"
+SIGNATURE = b"dash_attn watch 3\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
@@ -101,7 +101,7 @@ class Record:
 
     @property
     def share(self) -> str:
-        """How much of large tensors that pass modules is read in a step."""
+        """How much of large tensors that layers of torch.nn compute is read in a step."""
         return str(self.environment.get("share", "1"))
 
 

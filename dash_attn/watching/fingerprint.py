@@ -1,14 +1,15 @@
 """A 64-bit fingerprint of the bits of a tensor, computed where the tensor is.
 
-The elements of a tensor, in the order of their indices, are bytes. Zeros fill the last of the 64-bit words that these
-bytes make. The fingerprint is the sum of `mixed(word + (place + 1) * STEP)` over all words, modulo 2**64. Sums of
-integers do not depend on the order of the sum, so every device gives the same value. It does not hold the shape and
-the dtype: a record has these beside it.
+The elements of a tensor, in the order of their indices, are bytes. They make little-endian words of 32 bits. Zeros fill
+the last block of 8192 words. A block has 8 rows of 256 columns of 4 words. A column is the sum of its 32 words, each
+times its key. The fingerprint is the sum of `spread(column + (place + 1) * STEP)` over all columns. All sums are modulo
+2**64. They do not depend on the order, so every device gives the same value. The fingerprint does not hold the shape
+and the dtype: a record has these beside it.
 
 Of a large tensor a share may be read: one in n pieces of 512 bytes. n pieces that follow each other are a group, and a
 hash of the number of the group chooses one of them. The choice moves on with the turn, which the number of the step
-gives. So n turns read every piece once, and two runs read the same pieces in the same step. The sum is then over the
-words of these pieces, each with its place in the whole tensor.
+gives. So n turns read every piece once, and two runs read the same pieces in the same step. The chosen pieces, one
+after the other, are then the bytes of the words. A piece or a part of it behind the end of the tensor is zeros.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # The constants of the generator splitmix64.
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Words that one operation of torch takes: temporary values stay in a CPU's cache, and are few on other devices.
-CHUNK = {"cpu": 1 << 16}
-LARGE_CHUNK = 1 << 22
-PIECE = 64  # words that are read or left out together: four lines of a GPU's cache
+# A block is what one program of a GPU reads. A thread reads a column, 16 bytes of each row, and mixes only their sum.
+ROWS, COLUMNS, WIDTH = 8, 256, 4
+ROW = 4 * COLUMNS * WIDTH  # bytes
+BLOCK = ROWS * ROW
+# Blocks that one operation of torch takes: temporary values stay in a CPU's cache, and are few on other devices.
+CHUNK = {"cpu": 16}
+LARGE_CHUNK = 512
+PIECE = 512  # bytes that are read or left out together: four lines of a GPU's cache
 LARGE = 1 << 20  # bytes: smaller tensors are read whole
 # The constants of the finalizer of MurmurHash3, which mixes 32 bits.
 THIRD, FOURTH = 0x85EBCA6B, 0xC2B2AE35
@@ -73,8 +79,9 @@ def add(tensors: Sequence[Tensor], slots: Tensor, first: int, share: Share = WHO
         _by_triton()(tensors, slots, first, share)
         return
     for place, tensor in enumerate(tensors, first):
-        for placed in _placed(tensor.detach(), share.of(tensor.nbytes)):
-            slots[place : place + 1] += _sum(placed)
+        if tensor.numel():
+            for columns in _columns(tensor.detach(), share.of(tensor.nbytes)):
+                slots[place : place + 1] += spread(columns).sum()
 
 
 @lru_cache
@@ -104,52 +111,54 @@ def chosen(group: Number, share: Share) -> Number:
     return group * share.one_in + (first + share.turn) % share.one_in
 
 
-def _placed(tensor: Tensor, share: Share) -> Iterator[Tensor]:
-    """`word + (place + 1) * STEP` for the words that are read, in parts."""
+def _columns(tensor: Tensor, share: Share) -> Iterator[Tensor]:
+    """`column + (place + 1) * STEP` for all columns, in parts."""
     data = tensor.reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
+    if data.storage_offset() % 4:
         data = data.clone()
-    full = data.numel() // (8 * PIECE)  # pieces
-    words = data[: full * 8 * PIECE].view(torch.int64)
-    most = CHUNK.get(data.device.type, LARGE_CHUNK)
+    first = 1
+    for part in _parts(data, share):
+        rows = min(ROWS, -(-part.numel() // ROW))  # rows of zeros behind them add nothing
+        if missing := -part.numel() % (rows * ROW):
+            part = pad(part, (0, missing))
+        words = part.view(torch.int32).to(torch.int64).view(-1, rows, COLUMNS, WIDTH)
+        words &= 2**32 - 1
+        words *= _keys(words.device)[:rows]
+        columns = words.sum(1).sum(2).flatten()
+        yield columns + torch.arange(first, first + len(columns), device=data.device) * signed(STEP)
+        first += len(columns)
+
+
+def _parts(data: Tensor, share: Share) -> Iterator[Tensor]:
+    """The bytes that are read, in parts of whole blocks. Zeros are missing at the end of the last part."""
+    most = CHUNK.get(data.device.type, LARGE_CHUNK) * BLOCK
     if share.one_in == 1:
-        for begin in range(0, len(words), most):
-            part = words[begin : begin + most]
-            yield part + _places(len(part), part.device) + signed(begin * STEP)
-        last = full
-    else:
-        # Nothing here depends on values that a device has: the host knows which piece of the last group is read.
-        pieces, groups = words.view(-1, PIECE), full // share.one_in
-        numbers = chosen(torch.arange(groups, device=data.device), share)
-        last = chosen(groups, share)
-        if last < full:
-            numbers = torch.cat([numbers, torch.full((1,), last, device=data.device)])
-        for begin in range(0, len(numbers), most // PIECE):
-            part = numbers[begin : begin + most // PIECE]
-            yield pieces[part] + (part * signed(PIECE * STEP))[:, None] + _places(PIECE, part.device)
-    if last == full and (rest := data[full * 8 * PIECE :]).numel():
-        padded = rest.new_zeros(-(-rest.numel() // 8) * 8)
-        padded[: rest.numel()] = rest
-        end = padded.view(torch.int64)
-        yield end + _places(len(end), end.device) + signed(full * PIECE * STEP)
-
-
-def _sum(placed: Tensor) -> Tensor:
-    """The sum of the words after mixing. Overwrites them."""
-    for shift, factor in ((30, FIRST), (27, SECOND)):
-        placed ^= (placed >> shift) & (2 ** (64 - shift) - 1)  # torch shifts the sign in: the mask takes it out
-        placed *= signed(factor)
-    placed ^= (placed >> 31) & (2**33 - 1)
-    return placed.sum()
+        yield from data.split(most)  # type: ignore[no-untyped-call]
+        return
+    # Nothing here depends on values that a device has: the host knows which piece of the last group is read.
+    last = (data.numel() - 1) // (PIECE * share.one_in)
+    end = data[chosen(last, share) * PIECE :][:PIECE]
+    pieces = data[: data.numel() // PIECE * PIECE].view(-1, PIECE)
+    for begin in range(0, last + 1, most // PIECE):
+        behind = begin + most // PIECE
+        numbers = chosen(torch.arange(begin, min(behind, last), device=data.device), share)
+        part = pieces.index_select(0, numbers).flatten()
+        yield part if behind <= last else torch.cat([part, pad(end, (0, PIECE - len(end)))])
 
 
 @lru_cache(maxsize=8)
-def _table(size: int, device: torch.device) -> Tensor:
-    return torch.arange(1, size + 1, device=device) * signed(STEP)
+def _keys(device: torch.device) -> Tensor:
+    """The keys of the words of a column. They are odd: a change of one word is never lost. They have 64 bits and words
+    have 32: if words had 64 bits too, changes of the highest bits of two words would cancel out."""
+    numbers = torch.arange(1, ROWS * WIDTH + 1, device=device) * signed(STEP)
+    return (spread(numbers) | 1).view(ROWS, 1, WIDTH)
 
 
-def _places(count: int, device: torch.device) -> Tensor:
-    return _table(CHUNK.get(device.type, 1 << count.bit_length()), device)[:count]
+def spread(number: Number) -> Number:
+    """The finalizer of splitmix64, modulo 2**64."""
+    number = (number ^ (number >> 30 & 2**34 - 1)) * signed(FIRST)  # torch shifts the sign in: the mask takes it out
+    number = (number ^ (number >> 27 & 2**37 - 1)) * signed(SECOND)
+    return number ^ (number >> 31 & 2**33 - 1)
 
 
 def signed(value: int) -> int:

@@ -15,24 +15,21 @@ from torch import Tensor
 from dash_attn.watching import fingerprint
 from dash_attn.watching.fingerprint import WHOLE, Share
 
-BLOCK = 4096  # words that one program reads
-WARPS = 8
+WARPS = 8  # a thread for each column of a block
 Numbers = tuple[int, int, int, int]  # address, size, one_in and turn of a tensor
 FEW = 8  # up to this number each tensor has a launch of its own, which needs no table
 # Not parameters of the kernels, so that a compiled kernel takes plain numbers only.
-STEP, FIRST, SECOND, THIRD, FOURTH = (
-    tl.constexpr(value)
-    for value in (fingerprint.STEP, fingerprint.FIRST, fingerprint.SECOND, fingerprint.THIRD, fingerprint.FOURTH)
+STEP, FIRST, SECOND, THIRD, FOURTH, ROWS, COLUMNS, WIDTH, BLOCK, PIECE = (
+    tl.constexpr(getattr(fingerprint, name))
+    for name in ["STEP", "FIRST", "SECOND", "THIRD", "FOURTH", "ROWS", "COLUMNS", "WIDTH", "BLOCK", "PIECE"]
 )
-PIECE, GROUPS = tl.constexpr(fingerprint.PIECE), tl.constexpr(BLOCK // fingerprint.PIECE)
 
 
 @triton.jit
-def _mixed(words, place):  # type: ignore[no-untyped-def]
-    mixed = words + (place.to(tl.uint64) + 1) * STEP
-    mixed = (mixed ^ (mixed >> 30)) * FIRST
-    mixed = (mixed ^ (mixed >> 27)) * SECOND
-    return mixed ^ (mixed >> 31)
+def _spread(number):  # type: ignore[no-untyped-def]
+    number = (number ^ (number >> 30)) * FIRST
+    number = (number ^ (number >> 27)) * SECOND
+    return number ^ (number >> 31)
 
 
 @triton.jit
@@ -47,27 +44,38 @@ def _chosen(group, one_in, turn):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _products(words, row, word):  # type: ignore[no-untyped-def]
+    """Words times their keys. The compiler knows the keys: the numbers of the words of a thread are constants."""
+    return words.to(tl.uint64) * (_spread((word + (row * WIDTH + 1)).to(tl.uint64) * STEP) | 1)
+
+
+@triton.jit
 def _block(address, size, one_in, turn, number, slot):  # type: ignore[no-untyped-def]
     """Adds the sum over block `number` of the `size` bytes at `address` to the word at the address `slot`."""
-    whole = size // 8
     number = number.to(tl.int64)
-    piece = _chosen(number * GROUPS + tl.arange(0, GROUPS), one_in, turn)
-    # A piece is a row, which a warp loads at once, 16 bytes a thread. No other byte of the group is loaded.
-    place = piece[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    pointers = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16) + place
-    if (number + 1) * (GROUPS * PIECE) * one_in <= whole:  # without a mask, a thread loads 16 bytes at once
-        total = tl.sum(_mixed(tl.load(pointers), place).to(tl.int64))
-    else:  # the last block
-        inside = place < whole
-        words = tl.load(pointers, mask=inside, other=0)
-        total = tl.sum(tl.where(inside, _mixed(words, place), 0).to(tl.int64))
-        last = whole // PIECE
-        if (size % 8 != 0) & (last == _chosen(last // one_in, one_in, turn)):
-            lane = tl.arange(0, 8)
-            at = whole * 8 + lane
-            behind = tl.load(address.to(tl.pointer_type(tl.uint8)) + at, mask=at < size, other=0).to(tl.int64)
-            word = tl.sum(behind << (8 * lane.to(tl.int64)))
-            total += _mixed(word.to(tl.uint64), whole).to(tl.int64)
+    thread = tl.arange(0, COLUMNS)
+    column, word = thread[:, None], tl.arange(0, WIDTH)[None, :]
+    start = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    sums = tl.zeros([COLUMNS, WIDTH], tl.uint64)
+    if one_in == 1 and (number + 1) * BLOCK <= size:  # a thread loads 16 bytes of each row at once
+        first = start + number * (BLOCK // 4) + (column * WIDTH + word)
+        for row in tl.static_range(ROWS):
+            sums += _products(tl.load(first + row * COLUMNS * WIDTH), row, word)
+    else:  # a warp loads a piece. A place has 16 bytes; the last place, if it is not whole, is read byte by byte
+        whole, lanes = size // 16, PIECE // 16
+        end = tl.zeros([1, WIDTH], tl.uint32)
+        for byte in tl.static_range(4):
+            at = whole * 16 + word * 4 + byte
+            behind = tl.load((address + at).to(tl.pointer_type(tl.uint8)), mask=at < size, other=0)
+            end |= behind.to(tl.uint32) << (8 * byte)
+        for row in tl.static_range(ROWS):
+            group = (number * ROWS + row) * (COLUMNS // lanes) + column // lanes
+            place = _chosen(group, one_in, turn) * lanes + column % lanes
+            other = tl.where(place == whole, end, 0)
+            words = tl.load(start + (place * WIDTH + word), mask=place < whole, other=other)
+            sums += _products(words, row, word)
+    columns = tl.sum(sums, 1) + (number * COLUMNS + thread + 1).to(tl.uint64) * STEP
+    total = tl.sum(_spread(columns).to(tl.int64))
     tl.atomic_add(slot.to(tl.pointer_type(tl.int64)), total, sem="relaxed")
 
 
@@ -121,7 +129,7 @@ def _add(tensors: Sequence[Tensor], slot: int, share: Share, device: int) -> Non
 
 
 def _even(tensor: Tensor) -> Tensor:
-    """A tensor that begins at a multiple of 16 bytes: words are read as words, two at a time."""
+    """A tensor that begins at a multiple of 16 bytes: a thread reads 16 bytes at once."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
 
 
@@ -157,4 +165,4 @@ def tables(listed: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
 
 def _blocks(row: Numbers) -> int:
     _, size, one_in, _ = row
-    return -(-size // (8 * BLOCK * one_in))
+    return -(-size // (fingerprint.BLOCK * one_in))

@@ -27,10 +27,12 @@ Name = tuple[str, str, str]  # phase, module, name in it
 class Seen(weakref.ref[Tensor]):
     """A tensor of this step: it is known again while it lives and nothing has been written to it."""
 
-    __slots__ = ("hooked", "place", "version")
+    __slots__ = ("feeds_layer", "hooked", "place", "share", "version")
     version: int
     place: int
+    share: Share  # how it was read
     hooked: bool
+    feeds_layer: bool  # so a layer computes its gradient
 
 
 def version(tensor: Tensor) -> int:
@@ -39,25 +41,31 @@ def version(tensor: Tensor) -> int:
 
 
 class Reads:
-    """The tensors that a step has read with one share, by id."""
+    """The tensors that a step has read, by id. Those read whole are also in `whole`, if there is one."""
 
-    __slots__ = ("seen", "share")
+    __slots__ = ("seen", "whole")
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
+    def __init__(self, whole: Reads | None = None) -> None:
+        self.whole = whole
         self.seen: dict[int, Seen] = {}
 
-    def known(self, tensor: Tensor) -> Seen | None:
-        """The entry of a tensor that was read and has the same values."""
+    def known(self, tensor: Tensor, share: Share) -> Seen | None:
+        """The entry of a tensor that was read and has the same values. A share is what would be read of a new one."""
         entry = self.seen.get(id(tensor))
         if entry is not None and entry() is tensor and entry.version == tensor._version:
             return entry
+        if share is WHOLE and self.whole is not None and (entry := self.whole.known(tensor, share)) is not None:
+            self.seen[id(tensor)] = entry
+            return entry
         return None
 
-    def remember(self, tensor: Tensor, place: int) -> None:
+    def remember(self, tensor: Tensor, place: int, share: Share) -> None:
         if not tensor.is_inference():  # such a tensor has no version
             entry = self.seen[id(tensor)] = Seen(tensor)
-            entry.version, entry.place, entry.hooked = tensor._version, place, False
+            entry.version, entry.place, entry.share = tensor._version, place, share
+            entry.hooked = entry.feeds_layer = False
+            if share is WHOLE and self.whole is not None:
+                self.whole.seen[id(tensor)] = entry
 
 
 class Texts:
@@ -83,32 +91,34 @@ class OpenStep:
         self.number, self._texts = number, texts
         self.rows, self.forms, self.places = list[Name](), list[str](), list[int]()
         self.slots = Slots()
-        # A tensor may be read both ways. So a fingerprint never depends on what else the script has shown to `see`.
-        self.whole = Reads(WHOLE)
-        share = Share.of_step(one_in, number)
-        self.passing = self.whole if share == WHOLE else Reads(share)  # tensors that pass modules
+        self.share = WHOLE if one_in == 1 else Share.of_step(one_in, number)  # of what layers compute
+        self.whole = Reads()
+        # Tensors that pass modules. One that was read in part is read once more for `see`, before or after. So a
+        # fingerprint never depends on what else the script has shown to `see`.
+        self.passing = self.whole if one_in == 1 else Reads(self.whole)
         self.began = False
 
-    def record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
-        """Append a row for each tensor. A tensor that passes modules is not read again in this step."""
+    def record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
+        """Append a row for each tensor, and read this share of it. A tensor that passes modules is not read again in
+        this step."""
+        if len(tensors) > 1:
+            self._record(phase, tensors, reads, share)
+            return
         remember = phase in REMEMBERED
-        if len(tensors) == 1:  # nearly always, so it has a shorter way
-            (_, _, tensor) = tensors[0]
-            entry = reads.known(tensor) if remember else None
-            if entry is not None:
-                self.places.append(entry.place)
-            else:
-                place = self.slots.add_one(plain(tensor), reads.share)
-                self.places.append(place)
-                if remember:
-                    reads.remember(tensor, place)
+        module, name, tensor = tensors[0]  # nearly always, so it has a shorter way
+        entry = reads.known(tensor, share) if remember else None
+        if entry is not None:
+            place, share = entry.place, entry.share
         else:
-            self._read(tensors, reads, remember)
-        names, form, share = self._texts.names, self._texts.form, reads.share
-        for module, name, tensor in tensors:
-            row = phase, module, name
-            self.rows.append(names.setdefault(row, row))
-            self.forms.append(form(tensor, share))
+            place = self.slots.add_one(plain(tensor), share)
+            if remember:
+                reads.remember(tensor, place, share)
+        self._append((phase, module, name), tensor, place, share)
+
+    def _append(self, name: Name, tensor: Tensor, place: int, share: Share) -> None:
+        self.rows.append(self._texts.names.setdefault(name, name))
+        self.forms.append(self._texts.form(tensor, share))
+        self.places.append(place)
 
     def record_host(self, phase: str, name: str, value: int) -> None:
         """Append a row for a value that the host has."""
@@ -116,24 +126,26 @@ class OpenStep:
         self.forms.append("")
         self.places.append(self.slots.add_host(value))
 
-    def _read(self, tensors: Sequence[Named], reads: Reads, remember: bool) -> None:
-        """Append the places of fingerprints. Tensors of one device take one launch."""
+    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share) -> None:
+        """Tensors of one device take one launch."""
         known, seen = reads.known, reads.seen
-        fresh = {id(tensor): tensor for _, _, tensor in tensors if not remember or known(tensor) is None}
+        remember = phase in REMEMBERED
+        fresh = {id(tensor): tensor for _, _, tensor in tensors if not remember or known(tensor, share) is None}
         groups = dict[torch.device, list[Tensor]]()
         for tensor in fresh.values():
             groups.setdefault(tensor.device, []).append(tensor)
         places = dict[int, int]()
         for group in groups.values():
-            places.update(
-                zip(map(id, group), self.slots.add([plain(each) for each in group], reads.share), strict=True)
-            )
-        for _, _, tensor in tensors:
-            key = id(tensor)
-            self.places.append(places[key] if key in places else seen[key].place)
+            places.update(zip(map(id, group), self.slots.add([plain(each) for each in group], share), strict=True))
+        for module, name, tensor in tensors:
+            row, key = (phase, module, name), id(tensor)
+            if key in places:
+                self._append(row, tensor, places[key], share)
+            else:
+                self._append(row, tensor, seen[key].place, seen[key].share)
         if remember:
             for key, tensor in fresh.items():
-                reads.remember(tensor, places[key])
+                reads.remember(tensor, places[key], share)
 
     def step(self, before: tuple[OpenStep, Step] | None) -> Step:
         """The step as it is written, with the rows of the step before if they are the same. Its fingerprints have

@@ -68,6 +68,12 @@ def is_wrapper(value: Tensor) -> bool:
     return _python_dispatch.is_traceable_wrapper_subclass(value)
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Is it a module of torch.nn itself, without modules inside, such as Linear? Its kernels rarely are the culprit,
+    and the gradients of its weights are read whole. So what it computes is read in part."""
+    return type(module).__module__.startswith("torch.nn.modules.") and next(module.children(), None) is None
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP and torch.compile. Its modules have the same names with and without them."""
     while True:

@@ -18,12 +18,13 @@ from torch.optim import Optimizer
 
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
+from dash_attn.watching.fingerprint import WHOLE, Share
 from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes, stack_depth
-from dash_attn.watching.recording import Named, OpenStep, Reads, Texts, version
-from dash_attn.watching.tensors import clean, named, parameters_of, unwrapped
+from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
+from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, unwrapped
 
 MOST_PIECES = 1024  # for one that is read
-SHARE = 1 / 16  # of large activations: a step of a small GPT on an H200 then takes 1.6 % longer (docs/watch.md)
+SHARE = 1 / 16  # of large tensors that layers compute: what it costs stands in docs/watch.md
 
 
 def watch(
@@ -46,10 +47,11 @@ def watch(
     steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
                inside them. None means all modules. Parameters and their gradients are always recorded
-    share      how much of a large tensor that passes a module is read in a step, and of its gradient: 1 / n. Steps read
-               other pieces: n steps read all of them. Two runs read the same pieces in the same step. 1 reads
-               everything. Small tensors (< 1 MiB), parameters, their gradients and the state of the optimizer are
-               always read whole
+    share      how much of a large tensor (1 MiB or more) is read in a step if a layer of torch.nn computes it: its
+               output, and the gradient of its input. It is 1 / n. Steps read other pieces: n steps read all of them.
+               Two runs read the same pieces in the same step. 1 reads everything. What other code computes, such as
+               attention and your own modules, is always read whole. So are small tensors, parameters, their gradients
+               and the state of the optimizer
     """
     check_depth(depth)
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
@@ -160,7 +162,8 @@ class Watcher:
             self._modules.append((name, module))
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
             if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
-                before, after = Hook(partial(self._before, name)), Hook(partial(self._after, name))
+                layer = is_layer(module)
+                before, after = (Hook(partial(call, name, layer)) for call in (self._before, self._after))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that it is known which forwards still run.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -170,7 +173,7 @@ class Watcher:
                     hook = Hook(partial(self._parameter_gradient, name, own))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
         if module is self._model and not again:
             depth = stack_depth()
@@ -188,36 +191,44 @@ class Watcher:
             passed = named(name, args, "input")
             if kwargs:
                 passed += named(name, kwargs, "input")
+            # No layer has made an input that is new here: layers' outputs are known.
             if outermost and not again:
-                self._pass("data", [each for each in passed if each[2].grad_fn is None])
-                self._pass("script", [each for each in passed if each[2].grad_fn is not None])
+                self._pass("data", [each for each in passed if each[2].grad_fn is None], WHOLE, layer)
+                self._pass("script", [each for each in passed if each[2].grad_fn is not None], WHOLE, layer)
             else:
-                self._pass("recompute" if again else "forward", passed)
+                self._pass("recompute" if again else "forward", passed, WHOLE, layer)
 
-    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    def _after(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         # After an error in a hook of the script the module may not be there, or modules inside it may be left.
         if module in self._inside:
             while self._inside.pop() is not module:
                 pass
         if self._active:
-            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"))
+            share = self._open.share if layer else WHOLE
+            self._pass("recompute" if recomputes() else "forward", named(name, out, "output"), share, False)
 
-    def _pass(self, phase: str, passed: list[Named]) -> None:
+    def _pass(self, phase: str, passed: list[Named], share: Share, feeds_layer: bool) -> None:
         """Record tensors, and their gradients when these come."""
         if not passed or not self._recording:
             return
         reads = self._open.passing
-        self._open.record(phase, passed, reads)
+        self._open.record(phase, passed, reads, share)
         for module, name, tensor in passed:
-            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None and not entry.hooked:
-                entry.hooked = True
-                handle = tensor.register_hook(partial(self._gradient, module, name))  # type: ignore[no-untyped-call]
-                if tensor.grad_fn is None:
-                    self._leaves.append(handle)
+            if tensor.requires_grad and (entry := reads.seen.get(id(tensor))) is not None:
+                if feeds_layer:
+                    entry.feeds_layer = True
+                if not entry.hooked:
+                    entry.hooked = True
+                    hook = partial(self._gradient, module, name, entry)
+                    handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+                    if tensor.grad_fn is None:
+                        self._leaves.append(handle)
 
-    def _gradient(self, module: str, name: str, gradient: Tensor) -> None:
+    def _gradient(self, module: str, name: str, entry: Seen, gradient: Tensor) -> None:
+        """Who reads a tensor in the forward computes its gradient. By now all of them are known."""
         self._had_backward = True
-        self._record("backward", named(module, gradient, name), self._open.passing)
+        share = self._open.share if entry.feeds_layer else WHOLE
+        self._record("backward", named(module, gradient, name), self._open.passing, share)
 
     def _parameter_gradient(self, module: str, name: str, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -300,9 +311,9 @@ class Watcher:
     def _recording(self) -> bool:
         return (self._steps is None or self._open.number in self._steps) and not is_unreal()
 
-    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads) -> None:
+    def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
         if tensors and self._recording:
-            self._open.record(phase, tensors, reads)
+            self._open.record(phase, tensors, reads, share)
 
     def _write(self, done: OpenStep) -> None:
         if self._failed:

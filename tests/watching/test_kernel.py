@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.watching.fingerprint import LARGE, WHOLE, Share, fingerprint
+from dash_attn.watching.fingerprint import BLOCK, LARGE, WHOLE, Share, fingerprint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,14 +33,11 @@ def test_the_kernels_compute_the_fingerprint() -> None:
 
 
 def main() -> None:
-    from dash_attn.watching import kernel
-
-    block = 8 * kernel.BLOCK
-    sizes = (1, 7, 8, 9, block - 8, block - 1, block, block + 3, 2 * block, 2 * block + 17)
+    sizes = (1, 3, 4, 15, 16, 17, 30, 4096, BLOCK - 16, BLOCK - 1, BLOCK, BLOCK + 3, 2 * BLOCK, 2 * BLOCK + 17)
     tensors = [torch.randint(256, (size,)).to(torch.uint8) for size in sizes]
     check(tensors, [WHOLE] * len(tensors))
     large = [
-        torch.randint(256, (LARGE + size,)).to(torch.uint8) for size in (-1, 0, 3, 511, 512 * 7 + 9, 3 * block + 5)
+        torch.randint(256, (LARGE + size,)).to(torch.uint8) for size in (-1, 0, 3, 511, 512 * 7 + 9, 3 * BLOCK + 5)
     ]
     for one_in, turn in ((2, 1), (3, 0), (4, 0), (4, 3)):
         check(large, [Share(one_in, turn)] * len(large))

@@ -1,4 +1,4 @@
-"""Large tensors that pass modules are read in part, all others whole, and `diff` says so."""
+"""Large tensors that layers compute are read in part, and `diff` says so."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Doubles(nn.Module):
 
 
 def test_a_share_of_large_activations(tmp_path: Path) -> None:
-    """Activations of 1 MiB and their gradients are read in part, another part in every step. All else is read whole."""
-    model = nn.Sequential(Doubles(), nn.Linear(512, 512), Doubles())
+    """Outputs of 1 MiB and their gradients are read in part, another part in every step. All else is read whole."""
+    model = nn.Sequential(nn.Tanh(), nn.Linear(512, 512), nn.Tanh())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, weights = torch.randn(512, 512), [model[1].weight.detach().clone()]
     outputs, gradients = list[Tensor](), list[Tensor]()
@@ -48,24 +48,29 @@ def test_a_share_of_large_activations(tmp_path: Path) -> None:
 
         part, whole = "float32 [512, 512], 1/4 read", "float32 [512, 512]"
         assert read("data", "", "the batch") == (whole, fingerprint(x))
-        assert read("data", "", "input") == read("forward", "0", "input") == (part, fingerprint(x, share))
+        assert read("data", "", "input") == read("forward", "0", "input") == read("data", "", "the batch")
+        assert read("forward", "0", "output") == read("forward", "1", "input") == (part, fingerprint(x.tanh(), share))
         assert read("forward", "", "output") == (part, fingerprint(outputs[number], share))
         assert read("backward", "1", "weight") == (whole, fingerprint(gradients[number]))
         assert read("reduce", "1", "gradient of weight") == read("backward", "1", "weight")
         assert read("update", "1", "weight") == (whole, fingerprint(weights[number + 1]))
         assert read("update", "1", "momentum_buffer of weight")[0] == whole
         assert read("backward", "1", "output")[0] == "float32 [3, 512]"
-        assert not step.is_whole(rows["data", "", "input"]) and step.is_whole(rows["data", "", "the batch"])
+        assert not step.is_whole(rows["forward", "0", "output"]) and step.is_whole(rows["data", "", "the batch"])
     assert len({Share.of_step(4, number) for number in record.steps}) == 4
 
 
 def test_gradients_of_large_activations(tmp_path: Path) -> None:
-    model, x = nn.Sequential(Doubles(), Doubles()), torch.randn(512, 512, requires_grad=True)
+    model, x = nn.Sequential(nn.Tanh(), nn.Tanh()), torch.randn(512, 512, requires_grad=True)
     factors = torch.randn(512, 512)
     with dash_attn.watch(model, to=tmp_path, share=1 / 2):
-        (model(x) * factors).sum().backward()
-    step = load_run(tmp_path)[0].steps[0]
-    assert value(step, "backward", "1:output") == fingerprint(factors, Share.of_step(2, 0)) != fingerprint(factors)
+        middle = model[0](x)
+        middle.retain_grad()
+        (model[1](middle) * factors).sum().backward()
+    step, gradient = load_run(tmp_path)[0].steps[0], middle.grad
+    assert gradient is not None
+    assert value(step, "backward", "0:output") == fingerprint(gradient, Share.of_step(2, 0)) != fingerprint(gradient)
+    assert value(step, "backward", "1:output") == fingerprint(factors)  # no layer has made it
 
 
 def test_whole_tensors(tmp_path: Path) -> None:
@@ -84,9 +89,9 @@ def test_a_difference_outside_the_share(tmp_path: Path) -> None:
     """A piece that differs in every step is found in one of four steps, and what is said about it is not sure."""
 
     def run(name: str, changed: int | None, share: float) -> Record:
-        model, x = Doubles(), torch.zeros(512, 512)
-        if changed is not None:
-            x.view(-1)[changed] = 1
+        model, x = nn.Tanh(), torch.zeros(512, 512)
+        if changed is not None:  # called before the hook that records the output
+            model.register_forward_hook(lambda module, args, out: out.view(-1)[changed].fill_(1) and None)
         with dash_attn.watch(model, to=tmp_path / name, share=share) as watcher:
             for _ in range(4):
                 model(x)
@@ -98,7 +103,7 @@ def test_a_difference_outside_the_share(tmp_path: Path) -> None:
     for number in range(6):
         parting, _ = difference(parts, run(f"b{number}", 128 * number + 3, 1 / 4))
         steps.add(parting.step)
-        assert (parting.row.tensor, parting.topic) == ("input", "data")
+        assert (parting.row.tensor, parting.topic) == ("output", "forward")
         parting, _ = difference(whole, run(f"c{number}", 128 * number + 3, 1))
         assert (parting.step, parting.is_sure) == (0, True)
     assert len(steps) > 1
@@ -109,7 +114,7 @@ def test_a_difference_outside_the_share(tmp_path: Path) -> None:
 def test_a_difference_after_tensors_that_were_read_in_part(tmp_path: Path) -> None:
     def run(name: str, factor: float) -> Record:
         torch.manual_seed(0)
-        model, head = nn.Sequential(Doubles(), nn.Linear(512, 2)), torch.ones(512, 2)
+        model, head = nn.Sequential(nn.Tanh(), nn.Linear(512, 2)), torch.ones(512, 2)
         with dash_attn.watch(model, to=tmp_path / name) as watcher:
             for step in range(3):
                 model(torch.randn(512, 512))

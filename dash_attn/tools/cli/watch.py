@@ -37,7 +37,7 @@ def watch_command(
     ] = None,
     share: Annotated[
         float | None,
-        Option("--share", help="part of large activations to read in a step: 1, 0.25 or another 1/n [default: 1/16]"),
+        Option("--share", help="part to read of what layers compute: 1, 0.25 or another 1/n [default: 1/16]"),
     ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
@@ -216,7 +216,7 @@ def tell(answer: Answer) -> None:
         rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
         typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
         if answer.share != "1":
-            typer.echo(f"A step read {answer.share} of each large tensor that passes a module.")
+            typer.echo(f"A step read {answer.share} of each large tensor that a layer of torch.nn computes.")
         return
     rank = f" of rank {first.rank}" if len(answer.a) > 1 else ""
     kind = answer.a[0].environment.get("modules", {}).get(first.row.module)
@@ -243,8 +243,8 @@ def tell(answer: Answer) -> None:
     if not first.is_sure:
         again = first.to_be_sure
         lines += [
-            f"  to be sure        A step read {first.share} of each large tensor that passes a module. The rest of an",
-            "                    earlier tensor may differ. Record both runs again, with whole tensors:",
+            f"  to be sure        A step read {first.share} of each large tensor that a layer of torch.nn computes.",
+            "                    The rest of an earlier one may differ. Record both runs again, with whole tensors:",
             f"                    steps=range({again.start}, {again.stop}), share=1, or"
             f" --steps {again.start}:{again.stop} --share 1",
         ]
