@@ -111,8 +111,8 @@ class KernelConfig:
     def delta_in_product(self) -> bool:
         """True if the product dP^T has one step more, which subtracts delta. Otherwise consumers load and subtract it.
 
-        Tiles of 128 queries gain 3 to 5 % by it: a thread would load 32 numbers for its 64 scores. The operand of the
-        step lies in the memory of dS, and so would slopes.
+        Tiles of 128 queries gain 3 to 5 % by it: a thread would load 32 numbers for its 64 scores. The dK writer makes
+        the operand of the step. It lies in the memory of dS, and so would slopes.
         """
         return self.tile_m == 128 and not self.softcap
 
@@ -229,8 +229,8 @@ def select(
     # All numbers below are measured without softcap (docs/experiments.md).
     if narrow:
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these
-        # hold most of K, which the product S^T then need not fetch from shared memory. Neighbours in a shift order are
-        # one step apart here, and a half tile is handed over faster than a whole one.
+        # hold K, which the product S^T then need not fetch from shared memory. Neighbours in a shift order are one step
+        # apart here, and a half tile is handed over faster than a whole one.
         tuned = KernelConfig(dim, dtype, mask, ordered, finish, split=True, lse_ahead=3, k_kept=4, peek=True)
         # Slopes pass through registers on their way to shared memory and back. With K or more of LSE beside them some
         # builds spill.

@@ -5,7 +5,8 @@ A CTA is one worker. It fills an SM, and its warps have roles:
     warp 0       producer      reads the Program, or draws the tickets of a pack, and starts every load
     warps 1, 2   dQ writers    add each dQ contribution in its turn. At the end of a chain they store dV. At the end of
                                a cut chain they add its dV and dK in their turn
-    warp 3       dK writer     stores dK, unless chains are cut
+    warp 3       dK writer     stores dK, unless chains are cut. Where the product dP^T subtracts delta, it makes that
+                               operand for every task
     warps 4-11   consumers     two warpgroups, which compute the five products of every task
 """
 

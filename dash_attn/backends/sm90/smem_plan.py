@@ -60,9 +60,9 @@ def dk_piece(cfg: KernelConfig, wg: int) -> int:
 
 
 def delta_offset(cfg: KernelConfig, wg: int, stage: int) -> int:
-    """Where a warpgroup puts the parts of delta in the dS buffers: in the last 16 of its 128 rows.
+    """Where the parts of delta for a warpgroup lie in the dS buffers: in the last 16 of its 128 rows.
 
-    It writes its dS there when the product has read them. dK takes up the first 64 rows at most.
+    The warpgroup writes its dS there when the product has read them. dK takes up the first 64 rows at most.
     """
     own = cfg.tile_m * TILE_N  # bytes of dS that a warpgroup writes in a stage
     return (stage * CONSUMER_WARPGROUPS + wg + 1) * own - DELTA_BYTES

@@ -1,8 +1,7 @@
-"""The writer warps: two dQ writers and one dK writer.
+"""The two dQ writer warps.
 
-The dQ writers add each dQ contribution in its turn. At the end of a chain they store dV, and the dK writer stores dK.
-If chains are cut, the dQ writers add dV and dK to the sums of the kv tile, in the turn of the q head in its group. Then
-there is no dK writer.
+They add each dQ contribution in its turn. At the end of a chain they store dV. If chains are cut, they add dV and dK to
+the sums of the kv tile, in the turn of the q head in its group.
 
 dQ writer w serves slot w: entries w, w + WRITERS, and so on. With split turns it serves half w of every entry, and
 each half of a tile has turns of its own.
