@@ -251,8 +251,8 @@ class Producer:
     def load_row(self, stream, smem, place, name):
         """Starts the load of a number for each query of a tile. One lane."""
         cfg, (plane, tile, stage) = self.cta.cfg, place
-        src = stream[plane, None].iterator + tile * cfg.tile_m
-        bulk_load(smem[None, stage].iterator, src, 4 * cfg.tile_m, self.cta.bars.at(name, stage))
+        dst, src = smem[None, stage].iterator, stream[plane, None].iterator + tile * cfg.tile_m
+        bulk_load(dst, src, 4 * cfg.tile_m, self.cta.bars.at(name, stage))
 
     def load_tile(self, stream, smem, place, mbar):
         """Starts the load of one tile of Q, dO, K or V."""
