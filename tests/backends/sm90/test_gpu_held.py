@@ -193,11 +193,11 @@ def test_an_audit_of_processes_that_share_the_gpu() -> None:
 
 
 SHARED = {
-    "causal": jobs.Case(lengths=(8192, 8192), heads=(8, 4), arguments={"causal": True}),
-    "two kv heads": jobs.Case(lengths=(8192, 8192), heads=(4, 2), arguments={"causal": True}),
-    "one kv head": jobs.Case(lengths=(8192, 8192), heads=(4, 1), arguments={"causal": True}),
+    "causal": jobs.Case(lengths=(1024, 1024), heads=(8, 4), arguments={"causal": True}),
+    "two kv heads": jobs.Case(lengths=(1024, 1024), heads=(4, 2), arguments={"causal": True}),
+    "one kv head": jobs.Case(lengths=(1024, 1024), heads=(4, 1), arguments={"causal": True}),
     "pack": jobs.Case(
-        lengths=(8192, 8192), heads=(4, 4), arguments={"causal": True, "cu_seqlens": [0, 700, 700, 4099, 8192]}
+        lengths=(1024, 1024), heads=(4, 4), arguments={"causal": True, "cu_seqlens": [0, 90, 90, 515, 1024]}
     ),
 }
 
