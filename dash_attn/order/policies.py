@@ -22,7 +22,6 @@ NARROW_WIDTH = 32  # chains of a window of `auto`, if nothing asks for more
 # Fewest chains of a window of keys before the queries. These windows run one after the other, and heads may be few.
 PREFIX_WIDTH = 16
 TINY = 4  # kv tiles of a short causal panel: if its q tiles are small, its pairs end before turns are handed on
-MANY_PANELS = 8  # ranges of queries in a sequence from which on `auto` keeps groups whole in each of them
 FAR = 256  # most queries between neighbours of a rotation
 LEVEL_BLOCKS = (128, 256)  # chains of a block of heads of `level`: grouped or short heads, and others
 SHORT, LONG = 16, 128  # kv tiles of a short head, and of a head that `level` no longer keeps in step
@@ -268,15 +267,6 @@ def cuts(tiling: Tiling) -> bool:
     """
     enough = LONG if 4 * prefix_of(tiling) >= 3 * tiling.num_kv else 2 * LONG
     return tiling.heads > 1 and tiling.num_kv < enough
-
-
-def of_panels(policy: str, panels: int) -> str:
-    """The policy of each part of a problem that is cut into `panels` ranges of queries.
-
-    Each range has chains of its own, so many ranges have chains enough without a cut by q head. A whole group has one
-    sum of dK and dV for each range, and its q heads would have one each.
-    """
-    return f"auto@{GROUP}" if policy == "auto" and panels >= MANY_PANELS else policy
 
 
 def auto_width(tiling: Tiling) -> int:

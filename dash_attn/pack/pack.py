@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dash_attn.lazily import cached_property
-from dash_attn.order import of_panels, parse
+from dash_attn.order import parse
 from dash_attn.pack.templates import Family, templates
 from dash_attn.plan import Plan, plan
 from dash_attn.problem import Panel, Problem
@@ -20,16 +20,13 @@ class Pack:
 
     `shape_of` gives the tile shape of a panel from the problem of this panel alone. A plan is made when it is first
     needed. `held` lists some panels of the problem, whose rows of q are counted in a tensor of these panels alone.
-    Without `held` the pack has all panels. `policy` is that of each panel: `of_panels` chooses for `auto`.
+    Without `held` the pack has all panels.
     """
 
     problem: Problem
     shape_of: Callable[[Problem], TileShape]
     policy: str = "auto"
     held: tuple[Panel, ...] | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", of_panels(self.policy, self.problem.panels))
 
     @property
     def panels(self) -> tuple[Panel, ...]:

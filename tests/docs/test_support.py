@@ -31,8 +31,7 @@ column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hoppe
 of them passed and none failed. 16 were skipped: two cases of one test need a second GPU, and for fourteen no installed
 forward takes the problem. Three have not run in their present form. Two run the benchmark of `watch`, and expect less
 than 5 %: the benchmark itself gave 4.0 % and 1.0 % ([what it costs](watch.md#what-it-costs)). The third has four
-processes that share a GPU: with longer sequences it took longer than its time limit. After these runs one thing
-changed: with 8 [panels](determinism.md#panels) or more `auto` takes the orders of `auto@group`, which were tested.
+processes that share a GPU: with longer sequences it took longer than its time limit.
 """
 
 

@@ -10,7 +10,7 @@ from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import Pack
 from dash_attn.plan import plan
-from dash_attn.problem import CAUSAL, Mask, Problem, documents, window
+from dash_attn.problem import CAUSAL, Problem, documents, window
 from dash_attn.tiling import TileShape
 
 SHAPE = TileShape(16, 16)
@@ -72,17 +72,3 @@ def test_the_tile_of_a_document_is_that_of_the_document_alone(backend: CpuBacken
         g = made.plan_of(panel).program.geometry
         alone = Problem(1, 2, 2, panel.len_q, panel.len_k, 64, mask=CAUSAL & window(2500, None))
         assert TileShape(g.tile_m, g.tile_n) == backend.tile_shape(alone)
-
-
-@pytest.mark.parametrize("mask", [CAUSAL, documents([0, 300, 1000], causal=True)], ids=str)
-def test_many_ranges_keep_groups_whole(mask: Mask) -> None:
-    """From 8 ranges on the default has the orders of `auto@group`, in every part. Other policies stay as they are."""
-
-    def orders(panels: int, policy: str) -> list[str]:
-        pack = Pack(Problem(1, 8, 2, 1000, 1000, 64, mask=mask, panels=panels), lambda _: SHAPE, policy)
-        return [plan.fingerprint for plan in pack.plans.values()]
-
-    for panels in (8, 16):
-        assert orders(panels, "auto") == orders(panels, "auto@group") != orders(panels, "auto@head")
-        assert orders(panels, "spt@head") != orders(panels, "spt")
-    assert orders(7, "auto") == orders(7, "auto@head") != orders(7, "auto@group")
