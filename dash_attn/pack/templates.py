@@ -119,10 +119,29 @@ class Family:
             # Only the last kv tile can be partial. A last q tile that is not full has no other tasks than a full one.
             tiles = -(-len_k // n)
             return _code(_up(len_q, m), np.where(tiles * n == len_k, len_k, tiles * n - 1))
-        if self.mask.is_causal and n % m == 0:
-            # A last q tile that is not full meets the same kv tiles as a full one: no kv tile begins inside a q tile.
-            return _code(np.where(len_q == len_k, _up(len_q, m), len_q), np.where(len_q == len_k, _up(len_k, m), len_k))
+        if self.mask.right == 0 and n % m == 0:  # causal, perhaps with a window
+            return _code(*self._longest(len_q, len_k))
         return _code(len_q, len_k)
+
+    def _longest(self, len_q: Longs, len_k: Longs) -> tuple[Longs, Longs]:
+        """Lengths that stand for all lengths with the same tiles, for masks that end at the query.
+
+        No kv tile begins inside a q tile. So of the keys before the queries that do not fill a q tile, three numbers
+        count: none, one, and one less than a q tile. A last q tile is as long as it can be: until it meets the next
+        kv tile, or until its window no longer begins in the same kv tile.
+        """
+        (m, n), left = (self.shape.m, self.shape.n), self.mask.left
+        before = len_k - len_q
+        rest = before % m
+        start = before - rest + np.where(rest == m - 1, rest, np.minimum(rest, 1))
+        longest = np.minimum(_up(len_q, m), _up(len_k, n) - start)
+        if left is None:
+            known = before >= 0
+        else:
+            known = (before == 0) & (left >= 0)
+            longest = np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
+        known &= len_q > 0
+        return np.where(known, longest, len_q), np.where(known, longest + start, len_k)
 
     def code(self, problem: Problem) -> int:
         """The number of one sequence."""

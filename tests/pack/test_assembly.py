@@ -144,7 +144,8 @@ def test_sequences_with_equal_codes_have_equal_tiles(
     [
         (CAUSAL, range(1, 65), 16),  # q tiles
         (FULL, range(1, 65), 16 + 8),  # and whether the last kv tile is partial
-        (window(9, 0), range(1, 65), 64),
+        (window(9, 0), range(1, 65), 16 + 7),  # and where the window of the last q tile begins
+        (window(9, 1), range(1, 65), 64),
     ],
     ids=str,
 )
@@ -152,6 +153,28 @@ def test_few_templates_stand_for_many_lengths(mask: Mask, lengths: range, count:
     family = templates.Family(1, 64, "bfloat16", None, mask, SHAPE, "spt")
     both = np.array(lengths)
     assert len(set(family.codes(both, both).tolist())) == count
+
+
+def test_few_templates_stand_for_many_keys_before_the_queries() -> None:
+    """By the q tiles before the queries, and three ways in which these keys end in a q tile."""
+    family = templates.Family(1, 64, "bfloat16", None, CAUSAL, TileShape(8, 16), "spt")
+    keys = np.arange(100, 164)
+    codes = family.codes(np.full_like(keys, 36), keys)
+    assert len(set(codes.tolist())) <= 4 * (64 // 8 + 1)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, window(0, 0), window(5, 0), window(11, 0), window(40, 0)], ids=str)
+@pytest.mark.parametrize("shape", [TileShape(1, 4), TileShape(2, 4), TileShape(4, 4), TileShape(4, 8)], ids=str)
+def test_every_short_length_has_the_tiles_of_its_code(mask: Mask, shape: TileShape) -> None:
+    family = templates.Family(1, 64, "bfloat16", None, mask, shape, "spt")
+    seen: dict[int, np.ndarray] = {}
+    for len_q in range(1, 22):
+        for len_k in {len_q, *range(1, 34)}:
+            problem = Problem(1, 1, 1, len_q, len_k, 64, mask=mask)
+            state = tile(problem, shape).state
+            code = family.code(problem)
+            assert np.array_equal(state, seen.setdefault(code, state)), (len_q, len_k)
+            assert np.array_equal(state, tile(family.problem(code), shape).state), (len_q, len_k)
 
 
 def test_a_known_template_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +187,7 @@ def test_a_known_template_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "KEPT_BYTES", 20_000)
-    family = templates.Family(1, 64, "bfloat16", None, window(5, 0), SHAPE, "spt")
+    family = templates.Family(1, 64, "bfloat16", None, window(5, 1), SHAPE, "spt")
     known = templates.Templates(family)
     for length in range(1, 60):
         code = family.code(Problem(1, 1, 1, length, length))
