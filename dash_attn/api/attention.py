@@ -140,8 +140,8 @@ class TracedAttention(torch.autograd.Function):
         plain: Plain,
     ) -> tuple[Tensor, Tensor]:
         posed, order, softcap, dropout, _ = plain
-        around = (order.panels, posed.rows, sinks, seed, softcap, dropout)
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, *posed[:-1], *around)
+        features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout}
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, **posed._asdict(), panels=order.panels, **features)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, seed)
         if not plain.with_lse:
             ctx.mark_non_differentiable(lse)
@@ -153,10 +153,11 @@ class TracedAttention(torch.autograd.Function):
         posed, order, softcap, dropout, with_lse = ctx.plain
         q, k, v, out, lse, cu_q, cu_k, sinks, seed = ctx.saved_tensors
         given = dlse if with_lse else None
-        around = (posed.rows, sinks, seed, softcap, dropout, given)
+        features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout, "dlse": given}
         needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
-            grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, *posed[:-1], *order, *around)
+            plain = {**posed._asdict(), **order._asdict()}
+            grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, **plain, **features)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads[:3], needs, strict=False))

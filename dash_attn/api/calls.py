@@ -52,7 +52,10 @@ def side_of(x: object) -> object:
 
 
 def is_remembered(x: Tensor) -> bool:
-    """Not a tensor on the CPU: its memory may change without torch's knowledge. Inference tensors count no versions."""
+    """Not a tensor on the CPU: its memory may change without torch's knowledge.
+
+    Nor a tensor made under torch.inference_mode: it has no version, so every call reads it.
+    """
     return x.is_cuda and not x.is_inference()
 
 

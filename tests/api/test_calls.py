@@ -176,3 +176,18 @@ def test_boundaries_are_read_once_a_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     cu[1] = 9
     assert calls.read(cu) == (0, 9, LENGTH) and len(reads) == 2
     assert calls.read(cu.clone()) == (0, 9, LENGTH) and len(reads) == 3
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_of_inference_mode_are_read_at_every_call(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count no changes, so nobody can know that they have not changed."""
+    reads: list[int] = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (reads.append(id(x)), original(x))[1])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch.inference_mode(inference):
+        cu = torch.tensor([0, 7, LENGTH], dtype=torch.int32)
+    for _ in range(3):
+        assert calls.read(cu) == (0, 7, LENGTH)
+    assert len(reads) == (3 if inference else 1)

@@ -200,7 +200,10 @@ PIECES: dict[str, dict[str, Any]] = {
 
 
 def by_hand(inputs: list[Tensor], dense: np.ndarray, ends: list[int], seeds: list[int]) -> list[Tensor]:
-    """out and gradients in float64. Dropout counts rows and keys in the sequences, which `ends` cut each entry into."""
+    """out and gradients in float64. Dropout counts rows and keys in the sequences, which `ends` cut each entry into.
+
+    It is independent of the reference `exact`, which asks the Problem where sequences begin. Only the draws are shared.
+    """
     inputs = [x.detach().double().requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in inputs)
     scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5

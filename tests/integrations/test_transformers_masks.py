@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import masking_utils  # noqa: E402
 
+from dash_attn.api import calls  # noqa: E402
 from dash_attn.integrations.transformers import attention_forward, model_mask, register  # noqa: E402
 from dash_attn.integrations.transformers import packing as packing_module  # noqa: E402
 from dash_attn.integrations.transformers.masks import ModelMask  # noqa: E402
 from dash_attn.problem import Documents, Mask  # noqa: E402
 from tests.integrations.small import GROUPED, LENGTH  # noqa: E402
+
+CUT = torch.cat([torch.arange(10), torch.arange(23)])[None]  # positions of two documents
 
 
 @pytest.fixture(autouse=True)
@@ -325,12 +329,57 @@ def test_values_are_read_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch)
     model = build("Llama", num_hidden_layers=5)
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :6] = 0
-    cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
-    for arguments in ({}, {"attention_mask": mask}, {"position_ids": cut}, {"position_ids": cut, "use_cache": False}):
+    for arguments in ({}, {"attention_mask": mask}, {"position_ids": CUT}, {"position_ids": CUT, "use_cache": False}):
         reads.clear()
         packing_module.recent.answers = ()  # the same values of a test before this one need no reading
         model(input_ids=tokens(), **arguments)
         assert len(reads) == 1, arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"position_ids": CUT}], ids=["alone", "position_ids"])
+def test_given_ends_are_read_once_in_a_forward_pass(
+    beside: dict[str, Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six layers wait for as many values as one. position_ids make a mask, which may have padding."""
+
+    def run(layers: int) -> None:
+        ends = torch.tensor([0, 10, LENGTH], dtype=dtype)
+        given = {"input_ids": tokens(1), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **beside}
+        build("Llama", num_hidden_layers=layers)(**given, use_cache=False)
+
+    run(1)  # prepares the problem
+    reads: list[str] = []
+    for name in ("tolist", "__bool__"):
+        original = getattr(Tensor, name)
+        counted = lambda *a, name=name, original=original: (reads.append(name), original(*a))[1]  # noqa: E731
+        monkeypatch.setattr(Tensor, name, counted)
+    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
+    run(1)
+    one = reads.copy()
+    reads.clear()
+    run(6)
+    assert reads == one and one.count("tolist") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_changed_ends_and_padding_are_read_again(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
+    model, ends = build("Llama").eval(), torch.tensor([0, 10, LENGTH], dtype=dtype)
+    with torch.no_grad():
+        for place in (10, 20):
+            ends[1] = place
+            packed = model(input_ids=tokens(1), cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits
+            alone = model(input_ids=tokens(1)[:, place:]).logits
+            torch.testing.assert_close(packed[:, place:], alone, atol=1e-5, rtol=1e-4)
+    q, mask = torch.randn(1, 4, LENGTH, 16), plain()
+    mask.batch, mask.len_q, mask.len_k = 1, LENGTH, LENGTH
+    mask.number = torch.ones(1, LENGTH, dtype=torch.long)
+    for padded in (False, True, False):
+        mask.number[0, 4] = not padded
+        for _ in range(2):
+            with pytest.raises(ValueError, match="leave one out") if padded else nullcontext():
+                attention_forward(torch.nn.Identity(), q, q, q, mask, cu_seq_lens_q=ends)
 
 
 @pytest.mark.parametrize(
@@ -382,14 +431,13 @@ def test_positions_are_no_documents_where_all_see_all() -> None:
     """BERT: eager lets every token see every other, whatever their positions."""
     config = {**GROUPED, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
     del config["num_key_value_heads"], config["head_dim"]
-    cut = torch.cat([torch.arange(10), torch.arange(23)])[None]
     outs = []
     for implementation in ("eager", "dash"):
         torch.manual_seed(0)
         model = transformers.BertModel._from_config(
             transformers.BertConfig(**config), attn_implementation=implementation
         )
-        outs.append(model(input_ids=tokens(), position_ids=cut).last_hidden_state)
+        outs.append(model(input_ids=tokens(), position_ids=CUT).last_hidden_state)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 
 

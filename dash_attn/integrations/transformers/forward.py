@@ -12,7 +12,7 @@ from dash_attn.api.arguments import DTYPES
 from dash_attn.api.extras import drawn_seed
 from dash_attn.backends.dropout import STEP
 from dash_attn.integrations.transformers.masks import ModelMask
-from dash_attn.integrations.transformers.packing import Packed, Rows, pack, recent, take
+from dash_attn.integrations.transformers.packing import Packed, Rows, pack, padding, recent, take
 
 # Arguments of single models that change the result.
 UNSUPPORTED = {
@@ -228,7 +228,7 @@ def _dropout_field(module: nn.Module, dropout: float) -> str:
 def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:
     number = mask.number
     if kwargs.get("cu_seq_lens_q") is not None:
-        if number is not None and not torch.compiler.is_compiling() and not bool(number.all()):
+        if number is not None and not torch.compiler.is_compiling() and padding.is_in(number):
             raise ValueError("attention_mask has padding and cu_seq_lens_q was given: leave one out")
         return Packed.given(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     # Only where a query looks back do positions that start again mean another document.

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dash_attn.api import calls
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -18,14 +20,25 @@ class Packed:
 
     queries: Tensor | None
     keys: Tensor | None
-    cu_q: Tensor | list[int]
-    cu_k: Tensor | list[int] | None
+    cu_q: Tensor | Sequence[int]
+    cu_k: Tensor | Sequence[int] | None
 
     @staticmethod
     def given(cu_q: Any, cu_k: Any) -> Packed:
-        """Transformers calls the ends of documents long tensors."""
-        first, second = (x.int() if isinstance(x, Tensor) else x for x in (cu_q, cu_k))
-        return Packed(None, None, first, second)
+        return Packed(None, None, *map(ends_of, (cu_q, cu_k)))
+
+
+def ends_of(cu: Any) -> Any:
+    """The ends of documents as attention takes them: Transformers calls them long tensors, attention takes int32.
+
+    A long tensor is given on as its values, which all layers get from one reading. An int32 copy would be another
+    tensor in every layer, and each would be read.
+    """
+    if not isinstance(cu, Tensor) or cu.dtype == torch.int32:
+        return cu
+    if cu.dtype == torch.int64 and cu.ndim == 1 and not torch.compiler.is_compiling():
+        return calls.read(cu)
+    return cu.int()
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,22 @@ class Recent:
         return packed
 
 
+class Padding:
+    """Whether masks have padding. The answers for the last few are kept, because all layers ask."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+        self.answers: tuple[tuple[Callable[[Tensor | None], bool], bool], ...] = ()  # replaced, as those of Recent
+
+    def is_in(self, number: Tensor) -> bool:
+        for is_same, answer in self.answers:
+            if is_same(number):
+                return answer
+        answer = not bool(number.all())
+        self.answers = ((same_as(number), answer), *self.answers[: self.size - 1])
+        return answer
+
+
 def same_as(x: Tensor | None) -> Callable[[Tensor | None], bool]:
     """A function that says whether a tensor is x, unchanged.
 
@@ -96,6 +125,7 @@ def same_as(x: Tensor | None) -> Callable[[Tensor | None], bool]:
 
 
 recent = Recent()
+padding = Padding()
 
 
 def read(number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device) -> Packed | None:

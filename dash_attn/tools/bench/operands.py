@@ -1,4 +1,9 @@
-"""The one generator of random inputs, and the one reference in float64: for benchmarks, tools and tests."""
+"""The one generator of random inputs, and the reference in float64 of benchmarks, tools and most tests.
+
+The gradients of the reference are written out as formulas. Tests check them against autograd. Some tests have a
+reference of their own, which takes nothing from here: tests/backends/sm90/featured.py, and `by_hand` in
+tests/api/test_features.py.
+"""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def test_bits_belong_to_the_document(data: st.DataObject, policy: str) -> None:
     check(together(layout, policy, entries[::-1], everyone)[1], everyone)
 
 
-@examples(80)
-@given(st.data(), st.sampled_from(ANY_MASK))
+@examples(120)
+@given(st.data(), st.sampled_from(["auto", "auto@head", "auto@group", *ANY_MASK]))
 def test_bits_belong_to_the_kv_head(data: st.DataObject, policy: str) -> None:
     """Fewer kv heads, with their query heads, give the same bits in a pack as all heads do."""
     layout = data.draw(layouts())

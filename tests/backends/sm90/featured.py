@@ -1,4 +1,8 @@
-"""Attention with features from its definition, in float64, under autograd."""
+"""Attention with features from its definition, in float64, under autograd.
+
+It is independent of the reference in dash_attn/tools/bench/operands.py: whole scores in place of bands, and gradients
+of autograd in place of formulas. test_features.py compares the two. It has no dropout.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from dash_attn.backends.sm90.config import DEBUG, TRACE, select
 from dash_attn.backends.sm90.packed import PackedBackward
 from dash_attn.pack import Pack
 from dash_attn.plan import plan
-from dash_attn.problem import CAUSAL, Features, Mask, Problem, documents
+from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, window
+from dash_attn.tools.bench.operands import draw, draw_extras, exact
+from tests.backends.sm90 import featured
 
 CPU = torch.device("cpu")
 PLAIN = Problem(1, 4, 2, 300, 300, 128)
@@ -161,3 +163,19 @@ def test_special_builds_take_softcap(given: Given) -> None:
     for kind in (TRACE, DEBUG):
         run = made(Problem(1, 2, 2, 300, 300, 64, features=Features(softcap=20.0)), Options(kernel=kind))
         assert run.cfg.softcap and run.special and len(run.facts) == 3
+
+
+@pytest.mark.parametrize("features", [Features(), Features(softcap=1.5), Features(1.5, sinks=True)], ids=str)
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, window(20, 5), documents([0, 17, 50], [0, 30, 40])], ids=str)
+def test_two_references_agree(mask: Mask, features: Features, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of tests on a GPU, and that of the benchmarks. A causal mask hides all keys of 10 rows."""
+    monkeypatch.setattr("dash_attn.tools.bench.operands.CHUNK", 1)  # bands of 16 rows
+    problem = Problem(2, 4, 2, 50, 40, 8, "float32", mask=mask, features=features)
+    drawn, extras = draw(problem, CPU), draw_extras(problem, CPU)
+    mine = exact(problem, *drawn, extras=extras)
+    theirs = (
+        *featured.attend(problem, *drawn[1:], extras.sinks),
+        *featured.gradients(problem, drawn[0], drawn[1:], extras),
+    )
+    for a, b in zip(mine, theirs, strict=False):  # featured has no gradient of the sinks
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)

@@ -46,6 +46,10 @@ PROBLEMS = {
     "one key": Problem(4, 8, 2, 1500, 1, 64),
     "many keys": Problem(1, 4, 4, 640, 4500, 128),
     "many keys d64": Problem(1, 4, 2, 640, 4500, 64, mask=CAUSAL),
+    # Query rows in ranges, and dK and dV as sums over them.
+    "panels": Problem(1, 8, 8, 1500, 1500, 128, mask=CAUSAL, panels=3),
+    "panels d64": Problem(1, 8, 2, 2048, 2048, 64, panels=4),
+    "panels of documents": Problem(1, 8, 4, 1777, 1777, 128, mask=CAUSAL_PACKED, panels=3),
     # Other masks, other types.
     "documents": Problem(2, 8, 4, 1777, 1777, 128, mask=CAUSAL_PACKED),
     "documents d64": Problem(2, 8, 4, 1777, 1777, 64, mask=documents(PACKED)),
