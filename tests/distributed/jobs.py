@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
@@ -23,10 +24,11 @@ from dash_attn.api.arguments import Arguments
 from dash_attn.api.extras import Given
 from dash_attn.distributed import context_parallel_attention, explain, ops, ranks, shard, tokens, unshard
 from dash_attn.distributed.attention import Sharing, terms_of
-from dash_attn.distributed.layout import LAYOUTS
+from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.routes import Routes
 from dash_attn.integrations.megatron import DashCoreAttention
 from tests.distributed.pool import Groups
+from tests.distributed.tiles import disordered
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -243,6 +245,19 @@ def reversed_fold(groups: Groups, case: Case) -> list[str]:
     finally:
         tokens.Routes.of = staticmethod(of)  # type: ignore[method-assign]
         ops._call.cache_clear()
+
+
+def another_order(groups: Groups, case: Case, policy: str) -> dict[str, list[str]]:
+    """The control: the last of all ranks orders its panels by another policy. What differs, by mode."""
+    size = max(groups)
+    group, mesh, expected = groups[size], mesh_of((size // 2, 2)), case.alone() if 1 in groups else []
+    differ: dict[str, list[str]] = {}
+    for mode in MODES:
+        with disordered(policy) if group.rank() == size - 1 else nullcontext():
+            results = apart(case, mesh if mode == "a2a+all_gather" else group, mode, "zigzag")
+        if expected:
+            differ[mode] = differences(results, expected)
+    return differ
 
 
 def own_arguments(groups: Groups, calls: list[list[dict[str, Any]]], size: int) -> list[str]:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ import torch
 from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.distributed.scale import predict, ways_of
 from dash_attn.problem import CAUSAL, Features, Problem, documents
-from tests.distributed import jobs, memory, training, wrong
+from dash_attn.tiling import TileShape
+from tests.distributed import jobs, memory, tiles, training, wrong
 from tests.distributed.jobs import Case
 from tests.distributed.pool import Pool
 
@@ -51,6 +52,38 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_mode_layout_and_number_of_ranks_has_the_bits_of_one_process(pool: Pool, name: str) -> None:
     assert pool.run(jobs.equal_everywhere, CASES[name], SIZES, SMALL)[0] == {}
+
+
+class Tiled(NamedTuple):
+    """A case, the shape of its tiles, and a policy that gives dQ, dK and dV another order than `auto`."""
+
+    case: Case
+    shape: TileShape
+    other: str = "descending"
+
+
+# There are 16 ranges of 11 tokens. The first and the third document lie in one range each, and the third has several
+# tiles. The fourth is empty. The others lie in several ranges.
+UNEVEN = [0, 5, 44, 54, 54, 150, 176]
+TILED = {
+    "causal": Tiled(Case(arguments={"causal": True}), TileShape(4, 16)),
+    "window": Tiled(Case(batch=2, heads=(2, 2), arguments={"causal": True, "window": (40, 0)}), TileShape(4, 8)),
+    "pack": Tiled(Case(arguments={"cu_seqlens": UNEVEN}), TileShape(4, 4), "spt"),
+    "causal pack": Tiled(Case(arguments={"cu_seqlens": UNEVEN, "causal": True}), TileShape(4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_panels_of_several_tiles(pool: Pool, name: str) -> None:
+    """The largest panels have 3 q tiles, and 7 kv tiles or more. So their sums have an order.
+
+    The control: the bits differ if one rank of eight orders its panels by another policy.
+    """
+    case, shape, other = TILED[name]
+    case = replace(case, lengths=(UNEVEN[-1], UNEVEN[-1]))
+    assert pool.run(tiles.with_tiles, shape, jobs.equal_everywhere, case, SIZES, SMALL)[0] == {}
+    differ = pool.run(tiles.with_tiles, shape, jobs.another_order, case, other)[0]
+    assert differ == {mode: ["dq", "dk", "dv"] for mode in MODES}
 
 
 def random_case(seed: int) -> Case:
@@ -134,7 +167,16 @@ def test_explain_says_what_is_held(pool: Pool, heads: tuple[int, int], chunk_byt
     Beside what `explain` says there are the results, and a part of one that is copied.
     """
     case = Case(lengths=(256, 256), heads=heads, dim=32, arguments={"causal": True})
-    for said, most, results, part in pool.run(memory.measured, case, mode, chunk_bytes):
+    assert_held(pool.run(memory.measured, case, mode, chunk_bytes))
+
+
+def test_explain_says_what_panels_of_several_tiles_hold(pool: Pool) -> None:
+    case = Case(lengths=(256, 256), heads=(4, 2), dim=32, arguments={"causal": True})
+    assert_held(pool.run(tiles.with_tiles, TileShape(4, 16), memory.measured, case, "a2a+all_gather", SMALL))
+
+
+def assert_held(every: list[memory.Measured]) -> None:
+    for said, most, results, part in every:
         assert results <= most["other"] <= results + part
         assert said.gathered_bytes == most.get("gathered", 0)
         workspace = most["workspace"]

@@ -171,6 +171,33 @@ def test_bits_belong_to_the_panels(panels: int, mask: Mask, policy: str, data: s
     assert not difference(Gradients(*part(got, here, here)), expected)
 
 
+@pytest.mark.parametrize(
+    ("ends", "document", "panels", "alone"),
+    [([0, 80, 280, 360], 1, 9, 5), ([0, 80, 110, 320], 1, 8, 1), ([0, 3, 36, 37, 320], 1, 8, 1)],
+    ids=["five of nine ranges", "within a range", "within a range, beside others"],
+)
+@pytest.mark.parametrize("mask", [CAUSAL, FULL, window(30, 0)], ids=str)
+def test_auto_does_not_look_at_the_ranges_of_a_call(
+    ends: list[int], document: int, panels: int, alone: int, mask: Mask
+) -> None:
+    """A document in a call of many ranges, of 40 tokens each, against itself in as many ranges as it has there.
+
+    The control: grouped heads in another order show in dK and dV.
+    """
+    pack = Problem(1, 4, 2, ends[-1], ends[-1], 16, "float32", None, mask & documents(ends), panels)
+    here = slice(*ends[document : document + 2])
+    length = here.stop - here.start
+    own = Problem(1, 4, 2, length, length, 16, "float32", None, mask, alone)
+    whole = operands(pack)
+    mine = rows(whole, here, here)
+    out, lse = CpuBackend().forward(own)(*mine[1:4])
+    assert torch.equal(mine.out, out) and torch.equal(mine.lse, lse)
+    expected = run(ordered(own, SHAPE), mine)
+    assert not difference(Gradients(*part(run(ordered(pack, SHAPE), whole), here, here)), expected)
+    other = part(run(ordered(pack, SHAPE, "auto@group"), whole), here, here)
+    assert not torch.equal(other[1], expected.dk) and not torch.equal(other[2], expected.dv)
+
+
 @examples(40)
 @given(any_problem, st.integers(1, 6), st.data())
 def test_ranks_that_hold_panels(problem: Problem, panels: int, data: st.DataObject) -> None:

@@ -14,6 +14,7 @@ from dash_attn.tools.bench.audit.audit import Plan, Report, Subject, audit
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.cli.audit import shown_invariance
 from dash_attn.tools.cli.main import main as dash_attn_command
+from tests.tools.bench import ranks_with_tiles
 
 PROBLEM = Problem(1, 4, 2, 100, 100, 16, "float32", mask=CAUSAL)
 
@@ -42,6 +43,17 @@ def test_ours_keeps_its_bits_on_the_ranks_and_the_control_does_not(in_process: N
         assert {entry["stressor"]: entry["status"] for entry in entries} == dict.fromkeys(spots, status)
         assert all(entry["runs"] == 2 for entry in entries), "a batch and a pack"
     assert report["ok"] and report["complete"]
+
+
+def test_panels_of_several_tiles(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of 7 tokens have 3 q tiles. The control has the same panels, and other orders of their tiles."""
+    spots = ["4-a2a-zigzag", "4-all_gather-contiguous", "4-a2a+all_gather-zigzag"]
+    monkeypatch.setattr(ranks, "_rank", ranks_with_tiles.in_order)
+    entries = audited(["ours"], (4,), PROBLEM, *spots)["entries"]
+    assert [(entry["stressor"], entry["status"]) for entry in entries] == [(spot, "same bits") for spot in spots]
+    monkeypatch.setattr(ranks, "_rank", ranks_with_tiles.out_of_order)
+    (entry,) = audited(["ours"], (2,), PROBLEM, "2-all_gather-contiguous")["entries"]
+    assert entry["status"] == "DIFFERS" and set(entry["tensors"]) == {"dq", "dk", "dv"}
 
 
 def test_a_control_that_keeps_its_bits_is_a_failure(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
