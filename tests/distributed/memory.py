@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ PURPOSES = {
     "replay": "workspace",
     "fill": "workspace of the forward",
 }
+PATIENCE = 10  # milliseconds
 
 
 class Live(TorchDispatchMode):
@@ -64,11 +66,19 @@ class Live(TorchDispatchMode):
         self._alive = {place: each for place, each in self._alive.items() if not each[0].expired()}
 
     def _count(self) -> None:
-        now = self._now()
-        if any(now[name] > self.most[name] for name in now):
+        if self._is_more():
             gc.collect()  # objects that refer to each other may keep the buffers of the panel before
             self._sweep()
+            for _ in range(PATIENCE):
+                if not self._is_more():
+                    return
+                time.sleep(1e-3)  # a thread of gloo may still hold a tensor that it has sent
+                self._sweep()
             self.most |= self._now()
+
+    def _is_more(self) -> bool:
+        now = self._now()
+        return any(now[name] > self.most[name] for name in now)
 
     def _now(self) -> Counter[str]:
         now = Counter[str]()
