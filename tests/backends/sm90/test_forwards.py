@@ -61,15 +61,8 @@ CHOICES = [
     (posed(), {"fa4", "cudnn"}, "fa4"),
     (posed(DOCUMENTS), {"fa4", "cudnn"}, "fa4"),
     (posed(window(3, 100)), {"fa4", "cudnn"}, "fa4"),
-    (posed(), {"cudnn"}, "cudnn"),
-    (posed(CAUSAL, 40, 40), {"cudnn"}, "cudnn"),
-    (posed(CAUSAL, 50, 40), {"cudnn"}, "torch"),  # aligned at the start there
-    (posed(window(3, 0), 40, 40), {"cudnn"}, "torch"),
-    (posed(DOCUMENTS), {"cudnn"}, "torch"),
-    (posed(FULL, 1, 40), {"cudnn"}, "torch"),
-    (posed(), set(), "torch"),
-    (posed(window(3, 10)), set(), "torch"),
-    (posed(window(3, 100), 40, 40), set(), "torch"),
+    (posed(), {"cudnn", "flex"}, "flex"),
+    (posed(CAUSAL, 50, 40), {"flex"}, "flex"),
     (posed(window(3, 100)), {"flex"}, "flex"),  # more queries than keys
     (posed(tiles([[1]], 64, 64)), EVERY, "flex"),
     (posed(intervals([0] * 50, [9] * 50)), EVERY, "flex"),
@@ -95,12 +88,39 @@ def test_the_environment_is_read_at_the_call(key: str, installed: set[str], monk
     assert choose(posed()).key == key
 
 
+# Problem, who is asked for: those that run only by name.
+NAMED = [
+    (posed(), "cudnn"),
+    (posed(CAUSAL, 40, 40), "cudnn"),
+    (posed(CAUSAL, 50, 40), "torch"),  # cuDNN aligns it at the start
+    (posed(window(3, 0), 40, 40), "torch"),
+    (posed(DOCUMENTS), "torch"),
+    (posed(FULL, 1, 40), "torch"),
+    (posed(window(3, 10)), "torch"),
+    (posed(window(3, 100), 40, 40), "torch"),
+]
+
+
+@pytest.mark.parametrize(("problem", "key"), NAMED, ids=lambda value: None)
+def test_by_name_only(problem: Problem, key: str, installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(problem).key == "fa4"
+    monkeypatch.setenv(forwards.VARIABLE, key)
+    assert choose(problem).key == key
+
+
 REFUSED = [
     (posed(), "fa3", ValueError, ["DASH_ATTN_FORWARD must be one of fa4, cudnn, torch, flex", "'fa3'"]),
     (posed(), "fa4", NotImplementedError, ["DASH_ATTN_FORWARD=fa4", "not installed", "cudnn, torch, flex"]),
     (posed(DOCUMENTS), "cudnn", NotImplementedError, ["DASH_ATTN_FORWARD=cudnn", "documents(3)", "fa4, torch, flex"]),
     (posed(window(3, 100)), "torch", NotImplementedError, ["right side of 100", "more queries than keys"]),
     (posed(window(3, 100)), None, NotImplementedError, ["fa4: ", "cudnn: ", "torch: ", "flex: ", "dash_attn.backward"]),
+    (
+        posed(),
+        None,
+        NotImplementedError,
+        ["not installed", "only by DASH_ATTN_FORWARD=cudnn", "=torch, because"],
+    ),
+    (posed(DOCUMENTS), None, NotImplementedError, ["only by DASH_ATTN_FORWARD=torch, because out may change"]),
     (posed(tiles([[1]], 64, 64)), None, NotImplementedError, ["torch: flash kernels take no tile masks"]),
     (posed(intervals([0] * 50, [9] * 50)), "torch", NotImplementedError, ["row by row", "fa4, cudnn, flex"]),
     (posed(features=BOTH), "cudnn", NotImplementedError, ["no softcap and no sinks", "fa4, torch, flex"]),
