@@ -32,14 +32,26 @@ Side = int | Tensor | None
 Window = tuple[Side, Side]
 
 
-FLASH_NAMES = ("cu_seqlens_q", "cu_seqlens_k")  # FlashAttention's words for the cu_seqlens
 USED_NAMES = ("seqused_q", "seqused_k")
+
+
+class Words(NamedTuple):
+    """The names that a function gives to its arguments, for errors."""
+
+    cu_q: str = "cu_seqlens"
+    cu_k: str = "cu_seqlens_k"
+    scale: str = "scale"
+    window: str = "window"
+
+
+BOTH_CU = Words("cu_seqlens_q")
+FLASH = BOTH_CU._replace(scale="softmax_scale", window="window_size")  # FlashAttention's words
 
 
 class Arguments(NamedTuple):
     """The arguments of a call except the tensors.
 
-    `names` are the caller's names of the two cu_seqlens arguments. `used_q` and `used_k` are FlashAttention's seqused:
+    `words` are the caller's names of these arguments. `used_q` and `used_k` are FlashAttention's seqused:
     the number of leading rows of each sequence that take part. `features` is None for plain softmax; the head dim of v
     is no part of it.
     """
@@ -53,7 +65,7 @@ class Arguments(NamedTuple):
     policy: str | Program = "auto"
     deterministic: bool | None = None
     sm_margin: int = 0
-    names: tuple[str, str] = ("cu_seqlens", "cu_seqlens_k")
+    words: Words = Words()
     used_q: Boundaries | None = None
     used_k: Boundaries | None = None
     panels: int = 1
@@ -64,12 +76,12 @@ class Arguments(NamedTuple):
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        causal, window, cu_q, cu_k, mask, scale, policy, ordered, sm_margin, names, used_q, used_k, panels, _ = self
+        causal, window, cu_q, cu_k, mask, scale, policy, ordered, sm_margin, words, used_q, used_k, panels, _ = self
         plain: tuple[object, ...] = self
         if window is not None or cu_q is not None or cu_k is not None:
             sides = (*map(side_of, window), *map(type, window)) if isinstance(window, tuple) else (window, type(window))
             cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
-            plain = (causal, sides, *cu, mask, scale, policy, ordered, sm_margin, names, panels, self.features)
+            plain = (causal, sides, *cu, mask, scale, policy, ordered, sm_margin, words, panels, self.features)
         kinds = (type(causal), type(scale), type(ordered), type(sm_margin), type(panels))
         return plain, kinds, wants_determinism(ordered)
 
@@ -110,7 +122,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     check_order(asked.policy, asked.panels)
     check_margin(asked.sm_margin)
     check_flag("deterministic", asked.deterministic)
-    check_queries(q, asked.names[0])
+    check_queries(q, asked.words.cu_q)
     if q.dtype not in DTYPES:
         raise ValueError(f"q must be {', '.join(DTYPES.values())}; got {q.dtype}")
     for name, x in (("k", k), ("v", v)):
@@ -130,7 +142,7 @@ def check_arguments(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> None:
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(f"k and v must have a number of heads that divides q's {heads_q}; got {heads_kv}")
-    _check_scale(asked.scale)
+    _check_scale(asked.words.scale, asked.scale)
     _check_packing(asked, q)
 
 
@@ -205,18 +217,18 @@ def mask_of(asked: Arguments) -> Mask:
             "of a BlockMask of torch"
         )
     check_flag("causal", asked.causal)
-    band = FULL if sides is None else _window_of(sides)
+    band = FULL if sides is None else _window_of(asked.words.window, sides)
     # As in FlashAttention, causal sets the right side to 0, also in place of a negative one.
     return (replace(band, right=0) if asked.causal else band) & (mask or FULL)
 
 
-def _window_of(sides: Window) -> Mask:
+def _window_of(name: str, sides: Window) -> Mask:
     if isinstance(sides, tuple | list) and len(sides) == 2:
         left, right = map(_side, sides)
         if all(side is None or isinstance(side, int) for side in (left, right)):
             return window(left, right)  # type: ignore[arg-type]
     raise ValueError(
-        "window must be (left, right), each a whole number, as an int or a tensor without dimensions, or None for no "
+        f"{name} must be (left, right), each a whole number, as an int or a tensor without dimensions, or None for no "
         f"limit; got {sides}"
     )
 
@@ -235,7 +247,7 @@ def _side(given: object) -> object:
 
 def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
     """The packed sequences as documents, or no documents. This reads the values of cu_seqlens and seqused."""
-    (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
+    (q_name, k_name, *_), cu_q, cu_k = asked.words, asked.cu_q, asked.cu_k
     if cu_q is None:
         return FULL
     first = _checked(q_name, cu_q, q.shape[-3])
@@ -280,7 +292,7 @@ def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | 
     torch.compile traces this function. The operators check the values: with a number of used rows that is out of range,
     the boundaries decrease somewhere.
     """
-    (q_name, k_name), (used_q_name, used_k_name) = asked.names, USED_NAMES
+    (q_name, k_name, *_), (used_q_name, used_k_name) = asked.words, USED_NAMES
     cu_q, cu_k = _row(q_name, asked.cu_q), None if asked.cu_k is asked.cu_q else _row(k_name, asked.cu_k)
     used_q, used_k = _row(used_q_name, asked.used_q), _row(used_k_name, asked.used_k)
     if cu_q is None or (used_q is None and used_k is None):
@@ -312,10 +324,10 @@ def _row(name: str, given: Boundaries | None) -> Tensor | None:
     return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
-def _check_scale(scale: Any) -> None:
+def _check_scale(name: str, scale: Any) -> None:
     if isinstance(scale, Tensor):
         raise ValueError(
-            "scale is a tensor, which would get no gradient: give a number, as float(scale) does, or leave scale out "
+            f"{name} is a tensor, which would get no gradient: give a number, as float() makes it, or leave {name} out "
             "and multiply q by it"
         )
     if scale is None:
@@ -323,11 +335,11 @@ def _check_scale(scale: Any) -> None:
     is_number = isinstance(scale, int | float | np.floating | np.integer) and not isinstance(scale, bool)
     # A comparison, which torch.compile traces for a number that it does not know. It is false for NaN.
     if not is_number or not abs(scale if isinstance(scale, int) else float(scale)) <= LARGEST:
-        raise ValueError(f"scale must be a finite number from -2**120 to 2**120, or None; got {scale!r}")
+        raise ValueError(f"{name} must be a finite number from -2**120 to 2**120, or None; got {scale!r}")
 
 
 def _check_packing(asked: Arguments, q: Tensor) -> None:
-    (q_name, k_name), cu_q, cu_k = asked.names, asked.cu_q, asked.cu_k
+    (q_name, k_name, *_), cu_q, cu_k = asked.words, asked.cu_q, asked.cu_k
     if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
         raise ValueError(
             f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dash_attn.api import ops
 from dash_attn.api.arguments import (
-    FLASH_NAMES,
+    BOTH_CU,
     Arguments,
     Window,
     check_arguments,
@@ -94,7 +94,7 @@ def backward(
         return prepare(problem, policy, Options(wants_determinism(deterministic), sm_margin), q.device)
 
     sides = (cu_seqlens_q, cu_seqlens_k)
-    plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, FLASH_NAMES)
+    plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, BOTH_CU)
     asked, extras = Arguments(*plain, panels=panels), None
     if not is_plain(softcap, dropout, sinks):
         features = Given(softcap, dropout, sinks, seed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dash_attn.api.arguments import FLASH_NAMES, Arguments, Window
+from dash_attn.api.arguments import FLASH, Arguments, Window
 from dash_attn.api.attention import attend
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, is_plain
@@ -90,7 +90,7 @@ def flash_attn_func(
         scale=softmax_scale,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        names=FLASH_NAMES,
+        words=FLASH,
         panels=panels,
     )
     return _attended(
@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
         scale=softmax_scale,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        names=FLASH_NAMES,
+        words=FLASH,
         used_q=seqused_q,
         used_k=seqused_k,
         panels=panels,

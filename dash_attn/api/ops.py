@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import FLASH_NAMES, Arguments, documents_of, pose, wants_determinism, with_dim_of
+from dash_attn.api.arguments import BOTH_CU, Arguments, documents_of, pose, wants_determinism, with_dim_of
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Extras, Operands, Options
@@ -183,7 +183,7 @@ def _prepared(
 
     def checked() -> Prepared:
         cu_q, cu_k = boundaries
-        packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, names=FLASH_NAMES), q, k)
+        packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, words=BOTH_CU), q, k)
         problem = pose(q, k, posed.mask() & packing, posed.scale, order.panels, features)
         return prepare(problem, order.policy, options, q.device)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.library import Library
 
 from dash_attn.api import backward
-from dash_attn.api.arguments import Arguments
+from dash_attn.api.arguments import Arguments, Words
 from dash_attn.api.attention import prepared_for
 
 NAME = "dash"
@@ -112,8 +112,8 @@ def flash_forward(
     """out, lse, and three values that only dropout uses. Tensors are (batch, seqlen, heads, dim), or packed (tokens,
     heads, dim)."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others)
-    sides, names = (window_size_left, window_size_right), ("cum_seq_q", "cum_seq_k")
-    asked = Arguments(is_causal, sides, cum_seq_q, cum_seq_k, scale=scale, names=names)
+    sides = (window_size_left, window_size_right)
+    asked = Arguments(is_causal, sides, cum_seq_q, cum_seq_k, scale=scale, words=Words("cum_seq_q", "cum_seq_k"))
     prepared = prepared_for(query, key, value, asked)
     inside.ours = True
     try:

@@ -157,8 +157,8 @@ def test_what_there_is_no_kernel_for_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"window_size": (1.5, 0)}, r"window must be \(left, right\)"),
-        ({"softmax_scale": float("nan")}, "scale must be a finite number"),
+        ({"window_size": (1.5, 0)}, r"^window_size must be \(left, right\)"),
+        ({"softmax_scale": float("nan")}, "^softmax_scale must be a finite number"),
         ({"sm_margin": -1}, "sm_margin must be a whole number from 0"),
     ],
 )
