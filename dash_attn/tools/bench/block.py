@@ -129,7 +129,8 @@ class Block(nn.Module):
 
 def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Backward]]:
     """Attention's backward by name: ours as `auto` orders it, and FlashAttention-4's two modes."""
-    device, default = settings.timing.device, settings.ours.default(problem)
+    device = settings.timing.device
+    default = settings.ours.default(problem, device)
     return {
         "fa4 det": lambda: peers.fa4(problem, device, True),
         "fa4": lambda: peers.fa4(problem, device, False),
@@ -151,7 +152,7 @@ def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torc
         "cell": case.name,
         "model": model.name,
         "shape": shape_of(problem),
-        "default": settings.ours.default(problem).name,
+        "default": settings.ours.default(problem, device).name,
         "forward": attention.backend.forward_provider(problem),
         **{key: {} for key in ("us", "parts", "peak_bytes", "deviation", "same_bits", "missing", "failed")},
     }

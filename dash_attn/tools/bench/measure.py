@@ -34,7 +34,7 @@ class Settings:
 
     def variants(self, case: BenchCase) -> list[Variant]:
         """Peers first: ours is read against them."""
-        variants = [*map(peer, self.peers), *self.ours.variants(case.problem)]
+        variants = [*map(peer, self.peers), *self.ours.variants(case.problem, self.timing.device)]
         return [v for v in variants if v.deterministic or not self.deterministic_only]
 
 
@@ -46,7 +46,7 @@ def measure(case: BenchCase, settings: Settings) -> Row:
         "cell": case.name,
         "shape": shape_of(case.problem),
         "flops": case.flops,
-        "default": settings.ours.default(case.problem).name,
+        "default": settings.ours.default(case.problem, device).name,
         "us": {},
         "peak_bytes": {},
         "error": {},

@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 
-from dash_attn.backends import Backend, Extras, Operands, Options
-from dash_attn.backends.cpu.backend import CpuBackend
-from dash_attn.backends.sm90.backend import Sm90Backend
-from dash_attn.backends.sm90.config import DTYPE_OF
+from dash_attn.backends import Extras, Operands, Options, backend_for
 from dash_attn.order import POLICIES, applicable, parse, resolve
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
@@ -71,32 +68,33 @@ class Ours:
     configs: tuple[Mapping[str, Any], ...] = ({},)
     panels: int = 1
 
-    def orders(self, problem: Problem) -> list[str]:
+    def orders(self, problem: Problem, device: torch.device) -> list[str]:
         """Policies for a problem: those asked for that apply to its mask, or the usual ones."""
         if problem.is_packed:
-            return self._orders_of_pack(problem)
-        tiling, usual = tiling_of(problem), USUAL["causal" if problem.mask.is_causal else "full"]
+            return self._orders_of_pack(problem, device)
+        tiling, usual = tiling_of(problem, device), USUAL["causal" if problem.mask.is_causal else "full"]
         barred = POLICIES.keys() - applicable(tiling)
         asked = [order for order in self.policies if parse(order).policy not in barred]
         named = asked or list(usual[:1] if self.policies else usual)
         return list(dict.fromkeys(str(resolve(tiling, order)) for order in named))
 
-    def _orders_of_pack(self, problem: Problem) -> list[str]:
+    def _orders_of_pack(self, problem: Problem, device: torch.device) -> list[str]:
         """Those asked for, by the names they were given: what `auto` means differs from document to document."""
-        tilings = [tiling_of(alone) for alone in problem.distinct.values() if alone.len_q and alone.len_k]
+        distinct = problem.distinct.values()
+        tilings = [tiling_of(alone, device) for alone in distinct if alone.len_q and alone.len_k]
         barred = {name for name in POLICIES if any(not POLICIES[name].applies(tiling) for tiling in tilings)}
         asked = [choice for choice in map(parse, self.policies) if choice.policy not in barred]
         if problem.group == 1:  # a group of one q head is ordered in one way only
             asked = [replace(choice, panels=None) for choice in asked]
         return list(dict.fromkeys(map(str, asked))) or ["auto"]
 
-    def default(self, problem: Problem) -> Way:
+    def default(self, problem: Problem, device: torch.device) -> Way:
         """The variant that stands for us."""
-        return Way(self.orders(problem)[0], self.configs[0])
+        return Way(self.orders(problem, device)[0], self.configs[0])
 
-    def variants(self, problem: Problem) -> list[Variant]:
+    def variants(self, problem: Problem, device: torch.device) -> list[Variant]:
         """A variant for each order and config, and one without order that visits tiles as the first does."""
-        ways = [Way(order, config) for order in self.orders(problem) for config in self.configs]
+        ways = [Way(order, config) for order in self.orders(problem, device) for config in self.configs]
         if self.panels > 1:
             ways.append(Way("auto", panels=self.panels))  # a panel has an order of its own
         if self.unordered:
@@ -104,7 +102,6 @@ class Ours:
         return [way.variant() for way in ways]
 
 
-def tiling_of(problem: Problem) -> Tiling:
-    """The tiles that the backend for its dtype cuts it into."""
-    backend: Backend = Sm90Backend(torch.device("cuda")) if problem.dtype in DTYPE_OF else CpuBackend()
-    return tile(problem, backend.tile_shape(problem))
+def tiling_of(problem: Problem, device: torch.device) -> Tiling:
+    """The tiles that the backend of the device cuts it into."""
+    return tile(problem, backend_for(device).tile_shape(problem))

@@ -50,7 +50,7 @@ def test_every_variant_is_right(cuda: torch.device, dim: int, mask) -> None:
 def test_no_more_memory_than_fa4(cuda: torch.device, dim: int, heads_kv: int) -> None:
     problem = Problem(1, 8, heads_kv, 4096, 4096, dim, mask=CAUSAL)
     peak = measure(cases.BenchCase("memory", problem), settings(cuda, "fa4", "fa4 det"))["peak_bytes"]
-    assert peak[Ours().default(problem).name] <= peak["fa4 det"], peak
+    assert peak[Ours().default(problem, cuda).name] <= peak["fa4 det"], peak
 
 
 def test_flex_is_right(cuda: torch.device) -> None:
@@ -62,13 +62,14 @@ def test_only_what_promises_nothing_deviates(cuda: torch.device) -> None:
     case = cases.BenchCase("long", Problem(1, 4, 4, 8192, 8192, 128, mask=CAUSAL))
     row = deviation(case, settings(cuda, "triton two-pass"))
     assert not row["failed"]
-    assert row["deviation"][f"any ({Ours().default(case.problem).name})"]["mean"] > 0
+    assert row["deviation"][f"any ({Ours().default(case.problem, cuda).name})"]["mean"] > 0
     assert row["deviation"]["triton two-pass"]["mean"] == 0
 
 
 def test_a_block(cuda: torch.device) -> None:
     model = cases.Model("small", 512, 4, 2, 128, 1024, CAUSAL, lengths=(1024,))
-    row, ours = measure_block(model, model.cases()[0], settings(cuda)), Ours().default(model.cases()[0].problem).name
+    case = model.cases()[0]
+    row, ours = measure_block(model, case, settings(cuda)), Ours().default(case.problem, cuda).name
     assert not row["failed"] and row["same_bits"][ours]
     parts = row["parts"][ours]
     assert min(parts.values()) > 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dash_attn
+from dash_attn.api.explain import explanation
 from dash_attn.backends import Options
 from dash_attn.backends.dropout import kept, row_words
 from dash_attn.prepare import Prepared, prepare
@@ -170,13 +171,21 @@ def test_only_deterministic_variants_if_asked() -> None:
     assert [v.name for v in how.variants(TINY)] == ["fa4 det", "fa3"]
 
 
-def test_orders_follow_the_mask() -> None:
+def test_orders_follow_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dash_attn.backends.sm90.backend.require", lambda device: None)
+    gpu = torch.device("cuda")
     full, causal = Problem(16, 16, 16, 1024, 1024), Problem(16, 16, 16, 1024, 1024, mask=CAUSAL)
-    assert Ours().orders(full)[0] == "shift:8" and Ours().orders(TINY.problem)[0].startswith("s")
-    assert Ours(("auto",)).orders(full) == ["shift:8"]
+    assert Ours().orders(full, gpu)[0] == "shift:8" and Ours().orders(TINY.problem, CPU)[0].startswith("s")
+    assert Ours(("auto",)).orders(full, gpu) == ["shift:8"]
     both = Ours(("shift:64", "symmetric_shift:64", "fa3"))
-    assert both.orders(full) == ["shift:64", "fa3"] and both.orders(causal) == ["symmetric_shift:64", "fa3"]
-    assert both.orders(TINY.problem) == ["shift:64", "symmetric_shift:64", "fa3"], "one tile is whole"
+    assert both.orders(full, gpu) == ["shift:64", "fa3"] and both.orders(causal, gpu) == ["symmetric_shift:64", "fa3"]
+    assert both.orders(TINY.problem, CPU) == ["shift:64", "symmetric_shift:64", "fa3"], "one tile is whole"
+
+
+def test_orders_are_those_of_the_backend() -> None:
+    """The tiles of the CPU and those of a Hopper GPU give this problem other orders."""
+    problem = Problem(1, 1, 1, 20_000, 20_000, 8, "bfloat16", mask=CAUSAL)
+    assert Ours(("auto",)).orders(problem, CPU) == [explanation(prepare(problem, "auto", Options(), CPU)).policy]
 
 
 def test_what_is_timed_is_what_callers_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,8 +361,9 @@ def test_a_suite_says_how_long_it_is_timed() -> None:
 
 def test_a_variant_for_each_config() -> None:
     ours = Ours(("fa3",), configs=({}, {"finish": "postpass", "split": True}))
-    names = [variant.name for variant in ours.variants(TINY.problem)]
-    assert names == ["fa3", "fa3 finish=postpass split=True", "any (fa3)"] and ours.default(TINY.problem).name == "fa3"
+    names = [variant.name for variant in ours.variants(TINY.problem, CPU)]
+    assert names == ["fa3", "fa3 finish=postpass split=True", "any (fa3)"]
+    assert ours.default(TINY.problem, CPU).name == "fa3"
     assert [report.is_ours(name) for name in names] == [True, True, False]
 
 

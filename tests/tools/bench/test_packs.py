@@ -21,7 +21,7 @@ from dash_attn.tools.cli.bench import SuiteOptions, cases_of
 from dash_attn.tools.cli.main import main as dash_attn_command
 from dash_attn.tools.cli.shapes import ShapeOptions
 
-CPU = torch.device("cpu")
+CPU, HOPPER = torch.device("cpu"), torch.device("cuda")
 SMALL = BenchCase("small", Problem(1, 4, 2, 90, 90, 16, "float32", mask=documents([0, 20, 21, 90], causal=True)))
 
 
@@ -100,13 +100,16 @@ def test_every_variant_of_a_pack_is_checked(anywhere: None, fa4: list[dict]) -> 
     assert "default order: geometric mean" in text and "auto@group, worst" not in text, "ours is no peer"
 
 
-def test_orders_of_a_pack() -> None:
+def test_orders_of_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Ours(("auto", "auto@group", "shift:4", "fa3@head"))
-    assert ours.orders(SMALL.problem) == ["auto", "auto@group", "shift:4", "fa3@head"], "short documents are one tile"
+    assert ours.orders(SMALL.problem, CPU) == ["auto", "auto@group", "shift:4", "fa3@head"], (
+        "short documents are one tile"
+    )
     alone = replace(SMALL.problem, heads_kv=4)
-    assert ours.orders(alone) == ["auto", "shift:4", "fa3"]
+    assert ours.orders(alone, CPU) == ["auto", "shift:4", "fa3"]
+    monkeypatch.setattr("dash_attn.backends.sm90.backend.require", lambda device: None)
     long = Problem(1, 4, 2, 2000, 2000, 64, mask=documents([0, 20, 2000], causal=True))
-    assert ours.orders(long) == ["auto", "auto@group", "fa3@head"] and Ours().orders(long) == ["auto"]
+    assert ours.orders(long, HOPPER) == ["auto", "auto@group", "fa3@head"] and Ours().orders(long, HOPPER) == ["auto"]
 
 
 def test_names_of_ours() -> None:
