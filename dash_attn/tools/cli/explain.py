@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from typer import Context
+
 from dash_attn.pack import Pack
 from dash_attn.simulate import Paper, Tickets, lower_bounds
 from dash_attn.tools.cli.app import Json, command, emit
@@ -24,10 +26,15 @@ DRAWN_TASKS = 20_000  # of a program whose critical path is looked for: the grap
 
 @command("explain", seqlen=4096, heads=16)
 def explain(
-    problem: ProblemOptions, policy: PolicyOption = "auto", workers: WorkersOption = None, as_json: Json = False
+    context: Context,
+    problem: ProblemOptions,
+    policy: PolicyOption = "auto",
+    workers: WorkersOption = None,
+    as_json: Json = False,
 ) -> None:
     """Say what would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""
     check_workers(workers)
+    problem = problem.given(context)
     with working("planning and simulating"):
         facts = explained(problem, policy, workers)
     if as_json:

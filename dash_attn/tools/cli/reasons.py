@@ -133,8 +133,9 @@ def forward(env: Environment) -> Finding:
     name, given = "forward of the attention on GPUs", env.get(FORWARD)
     if given:
         return Finding(name, "ok", f"{FORWARD}={given}")
-    advice = f"{FORWARD}=fa4, cudnn or torch pins it, whatever gets installed"
-    return Finding(name, "info", "the first of those installed that takes the problem", advice)
+    advice = f"{FORWARD}=fa4 or flex pins it, whatever gets installed"
+    found = "FlashAttention-4 if it is installed and takes the problem, else flex_attention"
+    return Finding(name, "info", found, advice)
 
 
 def transformer_engine(env: Environment) -> Finding:

@@ -54,7 +54,7 @@ def trace_command(
     as_json: Json = False,
 ) -> None:
     """Show what the GPU did: every task of one backward in time, SM by SM, with stalls and bubbles summed."""
-    trace = traced_here(problem, policy) if file is None else read(file, context)
+    trace = traced_here(problem.given(context), policy) if file is None else read(file, context)
     out.keep(trace)  # first of all: a GPU is not always at hand again
 
     from dash_attn.tools.viz.traced import Traced

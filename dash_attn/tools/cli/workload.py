@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import lcm
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Context, Option
 
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES, applicable, looks_at_batch
@@ -15,6 +15,7 @@ from dash_attn.pack import Pack
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.simulate import Machine, Model, Paper, Tickets
 from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.tools.cli.app import given_options
 from dash_attn.verify import Verified, verify
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class ProblemOptions:
     def mask_value(self) -> Mask:
         return parse_mask(self.mask) & parse_window(self.window)
 
+    def given(self, context: Context) -> ProblemOptions:
+        """With the tokens of the documents, if there are some, in place of the default of --seqlen."""
+        parts = self.mask_value().documents
+        return self if parts is None or given_options(context, ["seqlen"]) else replace(self, seqlen=parts.cu_q[-1])
+
     def problem(self, length: int | None = None) -> Problem:
         """The problem, or one of another length with the same heads."""
         if self.backend not in BACKENDS:
@@ -95,10 +101,12 @@ class ProblemOptions:
         kv_heads, mask = self.heads if self.kv_heads is None else self.kv_heads, self.mask_value()
         packed = None if mask.documents is None else mask.documents.cu_q[-1]
         tokens = length or (packed if self.seqlen is None else self.seqlen)
-        if tokens is None or tokens < 1:
+        if tokens is None:
+            raise ValueError("--seqlen is needed: give a number of tokens")
+        if tokens < 1:
             raise ValueError(f"--seqlen must be at least 1, got {tokens}")
         if packed not in (None, tokens):
-            raise ValueError(f"--mask {self.mask}: its documents have {packed} tokens, not {tokens}")
+            raise ValueError(f"--mask {self.mask}: its documents have {packed} tokens, and --seqlen is {tokens}")
         return Problem(self.batch, self.heads, kv_heads, tokens, tokens, self.head_dim, dtype, mask=mask)
 
 
@@ -267,6 +275,8 @@ def parse_mask(text: str) -> Mask:
         return FULL if kind == "full" else CAUSAL
     if kind in ("documents", "causal-documents") and rest:
         lengths = _whole_numbers("--mask", text, rest)
+        if min(lengths) < 0:
+            raise ValueError(f"--mask {text!r}: lengths must be at least 0")
         return documents([0, *accumulate(lengths)], causal=kind.startswith("causal"))
     raise ValueError(
         f"--mask {text!r}: choose full, causal, documents:LENGTH,... or causal-documents:LENGTH,...; "

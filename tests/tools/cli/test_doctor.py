@@ -154,7 +154,7 @@ CASES = [
     (reasons.hashing, {"PYTHONHASHSEED": "random"}, "info", "not set"),
     (reasons.hashing, {"PYTHONHASHSEED": "0"}, "ok", "PYTHONHASHSEED=0"),
     (reasons.threads, {"OMP_NUM_THREADS": "4"}, "ok", "OMP_NUM_THREADS=4"),
-    (reasons.forward, {}, "info", "first"),
+    (reasons.forward, {}, "info", "else flex_attention"),
     (reasons.forward, {"DASH_ATTN_FORWARD": "torch"}, "ok", "torch"),
     (reasons.order, {}, "ok", "kept"),
     (reasons.data, {}, "info", "cannot be seen"),

@@ -133,3 +133,9 @@ def test_the_critical_path_is_named(capsys):
     assert said["critical_path"][0].startswith("C(batch 0") and said["co_resident"] <= 64
     shown = run(capsys, "explain", *sizes)
     assert said["fingerprint"] in shown and "head dim 128" in shown
+
+
+def test_documents_have_lengths_of_their_own(capsys) -> None:
+    plain = run(capsys, "explain", "--mask", "documents:100,200")
+    assert plain.strip().startswith("1 x 300 tokens")
+    assert run(capsys, "explain", "--mask", "documents:100,200", "--seqlen", 300) == plain
