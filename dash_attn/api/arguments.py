@@ -197,7 +197,7 @@ def check_flag(name: str, flag: bool | None) -> None:
 
 
 def check_margin(sm_margin: int) -> None:
-    if not isinstance(sm_margin, int) or sm_margin < 0:
+    if not isinstance(sm_margin, int) or isinstance(sm_margin, bool) or sm_margin < 0:
         raise ValueError(f"sm_margin must be a whole number from 0, got {sm_margin!r}")
 
 
@@ -234,7 +234,9 @@ def _window_of(name: str, sides: Window) -> Mask:
 
 
 def _side(given: object) -> object:
-    """A tensor of one whole number as this number, anything else as it is."""
+    """A tensor or a number of numpy as an int, anything else as it is."""
+    if isinstance(given, np.integer):
+        return int(given)
     if not isinstance(given, Tensor) or given.ndim or given.dtype not in WHOLE:
         return given
     if torch.compiler.is_compiling():
@@ -340,10 +342,15 @@ def _check_scale(name: str, scale: Any) -> None:
 
 def _check_packing(asked: Arguments, q: Tensor) -> None:
     (q_name, k_name, *_), cu_q, cu_k = asked.words, asked.cu_q, asked.cu_k
-    if (cu_q is None) != (q.ndim == 4) and q.shape[:-3] != (1,):
+    if cu_q is None and q.ndim == 3:
         raise ValueError(
-            f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors and three dimensions "
-            f"with it; got {q_name}{'=None' if cu_q is None else ''} and shape {tuple(q.shape)}"
+            f"q of three dimensions, {tuple(q.shape)}, needs {q_name}: give it, or call unsqueeze(0) on the tensors of "
+            "one sequence"
+        )
+    if cu_q is not None and q.ndim == 4 and q.shape[0] != 1:
+        raise ValueError(
+            f"{q_name} goes with packed (tokens, heads, dim) or (1, tokens, heads, dim) tensors, got shape "
+            f"{tuple(q.shape)}: flatten batch and tokens, or leave {q_name} out"
         )
     if cu_q is None and cu_k is not None:
         raise ValueError(f"{k_name} was given without {q_name}")
@@ -355,7 +362,9 @@ def _check_packing(asked: Arguments, q: Tensor) -> None:
         if isinstance(cu, Tensor):
             check_tensor(name, cu)
             if cu.ndim != 1 or cu.dtype != torch.int32:
-                raise ValueError(f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}")
+                raise ValueError(
+                    f"{name} must be one row of int32, got shape {tuple(cu.shape)}, {cu.dtype}: call .to(torch.int32)"
+                )
             if cu.device not in (q.device, torch.device("cpu")):
                 raise ValueError(f"{name} must be on the device of q, {q.device}, or on the CPU; got {cu.device}")
 

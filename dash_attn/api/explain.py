@@ -12,7 +12,7 @@ from torch import Tensor
 from dash_attn.api.arguments import Arguments, Window
 from dash_attn.api.attention import autocast, prepared_for
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.extras import Given, is_plain
+from dash_attn.api.extras import Given, Seed, is_plain
 from dash_attn.kept import grown
 from dash_attn.order import POLICIES, parse
 from dash_attn.pack import Pack
@@ -73,13 +73,18 @@ def explain(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     dropout: float = 0.0,
+    seed: Seed | None = None,
     policy: str | Program = "auto",
     panels: int = 1,
     deterministic: bool | None = None,
+    return_lse: bool = False,
 ) -> Explanation:
-    """Explain a call of `attention` with the same arguments, without the seed. It computes the plan alone."""
+    """Explain a call of `attention` with the same arguments. It computes the plan alone.
+
+    `seed` and `return_lse` change nothing here.
+    """
     asked = Arguments(causal, window, cu_seqlens, cu_seqlens_k, mask, scale, policy, deterministic, panels=panels)
-    given = Given(softcap, dropout, sinks, seed=0)
+    given = Given(softcap, dropout, sinks, seed=0 if seed is None else seed)
     if torch.compiler.is_compiling():  # a plan is no part of a graph
         said: Explanation = torch._dynamo.disable(_explained)(q, k, v, asked, given)  # type: ignore[no-untyped-call]
         return said

@@ -25,6 +25,7 @@ from dash_attn.api.extras import Given, is_plain
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 NO_LIMIT: Window = (-1, -1)
+DENSE = FLASH._replace(cu_q="cu_seqlens_q of flash_attn_varlen_func")
 
 # Arguments without a kernel, and what to do instead.
 WAY_OUT = {
@@ -90,7 +91,7 @@ def flash_attn_func(
         scale=softmax_scale,
         deterministic=deterministic,
         sm_margin=sm_margin,
-        words=FLASH,
+        words=DENSE,
         panels=panels,
     )
     return _attended(

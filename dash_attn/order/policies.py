@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -281,7 +280,6 @@ def auto_width(tiling: Tiling) -> int:
     return min(AUTO_WIDTH, max(1, near, min(NARROW_WIDTH, tiling.num_q // 2)))
 
 
-@lru_cache(maxsize=256)
 def parse(text: str) -> Choice:
     """'shift', 'shift:64' or 'shift:64@head'; 'auto', 'auto@head' or 'auto@group'."""
     named, at, panels = text.partition("@")
@@ -290,7 +288,7 @@ def parse(text: str) -> Choice:
         raise ValueError(f"policy {text!r}: behind '@' comes {' or '.join(PANELS)}")
     if panels == GROUP and name != "auto":
         raise ValueError(f"policy {text!r}: '@{GROUP}' goes with auto; other policies keep groups together without it")
-    if colon and not width.isdigit():
+    if colon and not width.isdecimal():
         raise ValueError(f"policy {text!r}: the width after ':' must be a whole number")
     return Choice(name, int(width) if width else None, panels or None)
 

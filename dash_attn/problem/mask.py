@@ -36,19 +36,19 @@ class Documents:
     within: Documents | None = None
 
     def __post_init__(self) -> None:
-        for field, name in (("cu_q", "cu_seqlens_q"), ("cu_k", "cu_seqlens_k")):
+        for field in ("cu_q", "cu_k"):
             given = getattr(self, field)
-            cu = boundaries(name, given)
+            cu = boundaries(field, given)
             if cu is not given:
                 object.__setattr__(self, field, cu)
             if len(cu) < 2 or cu[0] != 0 or sorted(cu) != list(cu):
                 raise ValueError(
-                    f"{name} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
+                    f"{field} must start at 0, never decrease and hold at least two values, got {_brief(cu)}"
                 )
         if len(self.cu_q) != len(self.cu_k):
             raise ValueError(
-                f"cu_seqlens_q and cu_seqlens_k must name the same number of documents, "
-                f"got {len(self.cu_q) - 1} and {len(self.cu_k) - 1}"
+                f"cu_q and cu_k must name the same number of documents, got {len(self.cu_q) - 1} and "
+                f"{len(self.cu_k) - 1}"
             )
 
     @staticmethod
@@ -70,8 +70,8 @@ class Documents:
         """Raises a ValueError if the documents do not hold all queries and keys."""
         if (self.cu_q[-1], self.cu_k[-1]) != (len_q, len_k):
             raise ValueError(
-                f"cu_seqlens must end at the number of tokens: "
-                f"{self.cu_q[-1]} of {len_q} queries, {self.cu_k[-1]} of {len_k} keys"
+                f"documents must end at the number of tokens: {self.cu_q[-1]} of {len_q} queries, {self.cu_k[-1]} of "
+                f"{len_k} keys"
             )
 
     def set_apart(self, last_q: Sequence[int], last_k: Sequence[int]) -> Documents:
@@ -326,8 +326,8 @@ def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal:
     `cu_q` holds 0 and the end of each document among the queries. `cu_k` holds the same for keys. Without `cu_k` both
     are equal.
     """
-    first = boundaries("cu_seqlens_q", cu_q)
-    second = first if cu_k is None else boundaries("cu_seqlens_k", cu_k)
+    first = boundaries("cu_q", cu_q)
+    second = first if cu_k is None else boundaries("cu_k", cu_k)
     return Mask(right=0 if causal else None, documents=Documents(first, second))
 
 

@@ -54,6 +54,10 @@ def watch(
                and the state of the optimizer
     """
     check_depth(depth)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if steps is not None and not isinstance(steps, Container):
+        raise ValueError(f"steps={steps!r}: give a range or another container of numbers of steps, or None for all")
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
     try:
@@ -355,7 +359,7 @@ class Watcher:
 
 
 def check_depth(depth: int | None) -> None:
-    if depth is not None and depth < 1:
+    if depth is not None and (not isinstance(depth, int) or depth < 1):
         raise ValueError(f"depth={depth}: give 1 or more, or None for all modules")
 
 

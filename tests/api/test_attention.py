@@ -287,6 +287,7 @@ def test_explain() -> None:
 def test_identity_names_what_bits_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = qkv(600)
     said = explain(*tensors, causal=True)
+    assert said == explain(*tensors, causal=True, seed=3, return_lse=True)
     same = [explain(*(x + 1 for x in tensors), causal=True), explain(*tensors, window=(None, 0))]
     others = [
         explain(*tensors),

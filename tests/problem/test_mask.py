@@ -276,9 +276,9 @@ def test_documents_of_no_tokens_intersect() -> None:
 
 @pytest.mark.parametrize("cu", [[], [0], [1, 2], [0, 3, 2], [0, -1]])
 def test_bad_boundaries(cu: list[int]) -> None:
-    with pytest.raises(ValueError, match="cu_seqlens_q must start at 0"):
+    with pytest.raises(ValueError, match="cu_q must start at 0"):
         documents(cu)
-    with pytest.raises(ValueError, match="cu_seqlens_k must start at 0"):
+    with pytest.raises(ValueError, match="cu_k must start at 0"):
         documents([0, 1], cu)
 
 
@@ -366,8 +366,8 @@ NO_ROWS = ([0, 2.7, 64], [0, True], [False, True], "08", 5, None, [[0, 8]], [[0]
 @pytest.mark.parametrize("given_", NO_ROWS, ids=repr)
 def test_what_is_no_row_of_whole_numbers_is_refused(given_: Any) -> None:
     for make, name in (
-        (documents, "cu_seqlens_q must be a list of whole numbers, 0 and the end of each document"),
-        (lambda x: Documents((0, 8), x), "cu_seqlens_k must be a list of whole numbers"),
+        (documents, "cu_q must be a list of whole numbers, 0 and the end of each document"),
+        (lambda x: Documents((0, 8), x), "cu_k must be a list of whole numbers"),
         (lambda x: intervals(x, [1, 2]), "first must have one whole number for each query"),
         (lambda x: intervals([0, 0], x), "end must have one whole number for each query"),
     ):
@@ -382,7 +382,7 @@ def test_tensors_of_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     for each in rows:
         with pytest.raises(ValueError, match="first must have one whole number for each query, got"):
             intervals(each, [1, 2])
-        with pytest.raises(ValueError, match="cu_seqlens_q must be a list of whole numbers"):
+        with pytest.raises(ValueError, match="cu_q must be a list of whole numbers"):
             documents(each)
 
 

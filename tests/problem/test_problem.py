@@ -98,7 +98,7 @@ def test_the_mask_of_a_pack_is_made_of_the_masks_of_its_sequences(data: st.DataO
 
 
 def test_documents_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="cu_seqlens must end at the number of tokens: 8 of 9 queries"):
+    with pytest.raises(ValueError, match="documents must end at the number of tokens: 8 of 9 queries"):
         Problem(1, 1, 1, 9, 8, mask=documents([0, 8]))
     with pytest.raises(ValueError, match=r"mask has tiles.*cu_seqlens.*each document its own call"):
         Problem(1, 1, 1, 8, 8, mask=documents([0, 3, 8]) & tiles([[1]], 8, 8))

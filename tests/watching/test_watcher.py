@@ -239,10 +239,21 @@ def test_two_watchers_with_one_folder(tmp_path: Path) -> None:
     assert sorted(load_run(tmp_path)[0].steps) == [0]
 
 
-@pytest.mark.parametrize("depth", [0, -1])
-def test_a_depth_that_is_none(tmp_path: Path, depth: int) -> None:
+@pytest.mark.parametrize("depth", [0, -1, 2.5])
+def test_a_depth_that_is_none(tmp_path: Path, depth: Any) -> None:
     with pytest.raises(ValueError, match=f"depth={depth}: give 1 or more, or None for all modules"):
         dash_attn.watch(nn.Linear(2, 2), to=tmp_path / "none", depth=depth)
+    assert not (tmp_path / "none").exists()
+
+
+def test_arguments_of_wrong_types(tmp_path: Path) -> None:
+    wrong: Any
+    for wrong in (None, torch.relu, "model"):
+        with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, got"):
+            dash_attn.watch(wrong, to=tmp_path / "none")
+    wrong = 5
+    with pytest.raises(ValueError, match="steps=5: give a range"):
+        dash_attn.watch(nn.Linear(2, 2), to=tmp_path / "none", steps=wrong)
     assert not (tmp_path / "none").exists()
 
 

@@ -292,7 +292,7 @@ def _fa4_missing() -> str | None:
         # A broken installation is an error, because another forward would change the bits.
         raise NotImplementedError(
             f"flash-attn-4 {installed} is installed and cannot be imported ({error}): mend or remove it, or set "
-            f"{VARIABLE}=cudnn or torch"
+            f"{VARIABLE}=flex"
         ) from error
     needed = {"softmax_scale", "causal", "window_size_left", "return_lse", "seqused_k", "softcap", "learnable_sink"}
     lacking = {*needed, *Packing._fields} - set(taken)
