@@ -156,7 +156,7 @@ def test_installed_and_broken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(forwards, "entry", broken)
     forwards._fa4_missing.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"4\.0 is installed and cannot be imported.*DASH_ATTN_FORWARD=cudnn"):
+    with pytest.raises(NotImplementedError, match=r"4\.0 is installed and cannot be imported.*DASH_ATTN_FORWARD=flex"):
         choose(posed())
     monkeypatch.setattr(forwards, "entry", lambda: lambda q, k, v: None)
     assert "does not take causal, cu_seqlens_k" in str(FlashAttention4().missing())
