@@ -261,13 +261,12 @@ def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
         second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
+    unused_q, unused_k = _unused(USED_NAMES[0], asked.used_q, first), _unused(USED_NAMES[1], asked.used_k, second)
     if len(first) == 1:
-        first = second = (0, 0)  # no sequences: one without tokens
+        return Mask(documents=Documents((0, 0), (0, 0)))  # no sequences: one without tokens
     parts = Documents(first, second)
     if asked.used_q is not None or asked.used_k is not None:
-        parts = parts.set_apart(
-            _unused(USED_NAMES[0], asked.used_q, first), _unused(USED_NAMES[1], asked.used_k, second)
-        )
+        parts = parts.set_apart(unused_q, unused_k)
     return Mask(documents=parts)
 
 

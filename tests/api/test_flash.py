@@ -239,6 +239,14 @@ def test_every_row_used_is_no_limit() -> None:
     assert torch.equal(flash_attn_varlen_func(*unequal(), CU_Q, CU_K, causal=True, **every), want)
 
 
+@pytest.mark.parametrize("none", [[], torch.zeros(0, dtype=torch.int32)], ids=["list", "tensor"])
+def test_no_sequences_have_no_used_rows(none: list[int] | Tensor) -> None:
+    nothing = [x[:0] for x in packed()]
+    assert flash_attn_varlen_func(*nothing, [0], [0], seqused_q=none, seqused_k=none).shape == nothing[0].shape
+    with pytest.raises(ValueError, match=r"seqused_q .* each of the 0 sequences; got 1"):
+        flash_attn_varlen_func(*nothing, [0], [0], seqused_q=[0])
+
+
 def test_bad_boundaries_are_named_as_the_caller_knows_them() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens_k must begin with 0.*\[0, 49\]"):
         flash_attn_varlen_func(*packed(), [0, 50], [0, 49])
