@@ -92,7 +92,7 @@ def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
 
 def emit(value: Any) -> None:
     """Print a value for programs."""
-    typer.echo(json.dumps(value))
+    typer.echo(json.dumps(value, allow_nan=False))
 
 
 def wrote(paths: Sequence[Path | None]) -> None:

@@ -110,7 +110,7 @@ class AuditOptions:
         known = (*stressors_on(self.device()), PROCESSES)
         if self.invariance:
             known = tuple(spots_of(ranks) if ranks else CHANGES)
-        stress = (not self.all_parts and parse_names(self.stress)) or known
+        stress = (not self.all_parts and parse_names("--stress", self.stress)) or known
         for name in stress:
             if name not in known:
                 raise ValueError(f"--stress {name!r}: on this device choose from {', '.join(known)}")
@@ -121,8 +121,8 @@ class AuditOptions:
             ("at-once", self.at_once),
             ("timeout", self.timeout),
         ):
-            if given < 1:
-                raise ValueError(f"--{option} must be at least 1, got {given}")
+            if not 1 <= given < math.inf:
+                raise ValueError(f"--{option} must be a number from 1, got {given:g}")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"--minutes must be a number above 0, got {self.minutes:g}")
         for option, given, default in (("seed", self.seed, 0), ("calls", self.calls, 1)):
@@ -159,7 +159,7 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     from dash_attn.tools.bench.audit.rounds import audit_for
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
-    plan, targets = options.plan(), parse_names(options.target)
+    plan, targets = options.plan(), parse_names("--target", options.target)
     if options.all_parts:
         from dash_attn.tools.cli.everything import audit_everything
 

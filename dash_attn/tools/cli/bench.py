@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,8 +68,8 @@ class EffortOptions:
             ("budget-ms", self.budget_ms, 0.1),
             ("lead-ms", self.lead_ms, 0.1),
         ):
-            if given is not None and given < least:
-                raise ValueError(f"--{name} must be at least {least}, got {given}")
+            if given is not None and not least <= given < math.inf:
+                raise ValueError(f"--{name} must be a number from {least}, got {given}")
 
     def configs(self) -> tuple[dict[str, Any], ...]:
         return tuple(map(json_object, self.config or ["{}"]))
@@ -175,9 +176,9 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
 
     peers = usual.quick_peers if suite.quick else usual.peers
     if suite.peers is not None:
-        words = parse_names(suite.peers)
+        words = parse_names("--peers", suite.peers)
         peers = tuple(PEERS) if words == ("all",) else tuple(peer(word).name for word in words if word != "none")
-    policies = parse_names(suite.policy) or (("auto",) if suite.quick else usual.policies)
+    policies = parse_names("--policy", suite.policy) or (("auto",) if suite.quick else usual.policies)
     for policy in policies:
         if parse(policy).policy not in ("auto", *POLICIES):
             raise ValueError(f"--policy {policy!r}: choose from auto, {', '.join(POLICIES)}")

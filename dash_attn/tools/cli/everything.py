@@ -29,7 +29,7 @@ def audit_everything(options: AuditOptions, shape: Sequence[str], plan: Plan, as
     given += [*shape, *(["--target"] if options.target != "ours" else [])]
     if given:
         raise ValueError(f"--all brings its own problems: leave out {', '.join(given)}")
-    parts = parse_names(options.stress) or PARTS
+    parts = parse_names("--stress", options.stress) or PARTS
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--stress {part!r}: with --all choose from {', '.join(PARTS)}")

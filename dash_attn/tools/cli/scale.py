@@ -21,18 +21,19 @@ class RankOptions:
         Option("--ranks", help="numbers of GPUs, separated by commas: predict the time of a sequence on all of them"),
     ] = None
     mode: Annotated[
-        str, Option("--mode", help="with --ranks: a2a, all_gather, a2a+all_gather, separated by commas; else all")
-    ] = ""
+        str | None,
+        Option("--mode", help="with --ranks: a2a, all_gather, a2a+all_gather, separated by commas; else all"),
+    ] = None
     layout: Annotated[
-        str, Option("--layout", help="with --ranks: zigzag, contiguous, separated by a comma; else both")
-    ] = ""
+        str | None, Option("--layout", help="with --ranks: zigzag, contiguous, separated by a comma; else both")
+    ] = None
 
     def predicted(self, whole: Problem) -> list[dict[str, Any]]:
         """Time, exposed communication, bytes sent and held, for each number of ranks, mode and layout."""
         from dash_attn.distributed.layout import LAYOUTS, MODES
         from dash_attn.distributed.scale import predict, ways_of  # torch takes seconds to import
 
-        numbers = _numbers(self.ranks or "")
+        numbers = _numbers(self.ranks)
         modes, layouts = _chosen("--mode", self.mode, MODES), _chosen("--layout", self.layout, LAYOUTS)
         rows = [
             asdict(predict(whole, number, each, tokens, ways))
@@ -43,24 +44,24 @@ class RankOptions:
         ]
         if not rows:
             raise ValueError(
-                f"--mode {self.mode}: on {self.ranks} GPUs no number of ranks between 1 and all of them can share "
-                f"{whole.heads_kv} key/value heads"
+                f"--mode {', '.join(modes)}: on {self.ranks} GPUs no number of ranks between 1 and all of them can "
+                f"share {whole.heads_kv} key/value heads"
             )
         return rows
 
 
-def _chosen(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+def _chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
     """The names that are given, or all."""
-    names = parse_names(text)
+    names = parse_names(option, text)
     for name in names:
         if name not in known:
             raise ValueError(f"{option} {name!r}: choose from {', '.join(known)}")
     return names or known
 
 
-def _numbers(text: str) -> list[int]:
-    names = parse_names(text)
-    if not names or not all(name.isdecimal() and int(name) > 0 for name in names):
+def _numbers(text: str | None) -> list[int]:
+    names = parse_names("--ranks", text)
+    if not all(name.isdecimal() and int(name) > 0 for name in names):
         raise ValueError(f"--ranks {text!r}: expected whole numbers from 1, separated by commas")
     return [int(name) for name in names]
 

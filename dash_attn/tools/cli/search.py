@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,8 @@ class SolverOptions:
 
     def model(self) -> Paper:
         check_times(self.compute, self.reduce)
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"--seconds must be a number above 0, got {self.seconds:g}")
         return Paper(self.compute, self.reduce)
 
 

@@ -44,8 +44,8 @@ class ShapeOptions:
         """A benchmark counts the work of a full or causal mask, and a report names these two."""
         if self.mask is None:
             return [FULL, CAUSAL]
-        masks = [parse_mask(word) for word in parse_names(self.mask)]
-        if not masks or not all(mask in (FULL, CAUSAL) for mask in masks):
+        masks = [parse_mask(word) for word in parse_names("--mask", self.mask)]
+        if not all(mask in (FULL, CAUSAL) for mask in masks):
             raise ValueError(f"--mask {self.mask!r}: choose full, causal, or both with a comma")
         return masks
 
@@ -72,7 +72,7 @@ class ShapeOptions:
 
 def parse_numbers(option: str, text: str | None) -> tuple[int, ...]:
     """Whole numbers from 1; none if the option is not given."""
-    words = parse_names(text)
-    if text is not None and not (words and all(word.isdecimal() and int(word) for word in words)):
+    words = parse_names(option, text)
+    if not all(word.isdecimal() and int(word) for word in words):
         raise ValueError(f"{option} {text!r}: expected whole numbers from 1, separated by commas")
     return tuple(map(int, words))

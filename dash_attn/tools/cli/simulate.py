@@ -121,7 +121,7 @@ def compare(
     workload = Workload(problem, tiles)
     count, chosen = workload.workers(model.workers), workload.model(model)
     with working("planning and simulating"):
-        names = workload.policies() if policy is None else parse_names(policy)
+        names = workload.policies() if policy is None else parse_names("--policy", policy)
         programs = [workload.work(name) for name in names]
         rows, results = policy_rows(programs, count, chosen, record=html is not None)
     if html is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
@@ -241,8 +242,10 @@ def check_workers(given: int | None) -> None:
 
 
 def check_times(compute: float, reduce: float) -> None:
-    if compute <= 0 or reduce < 0:
-        raise ValueError(f"--compute must be positive and --reduce not negative, got {compute:g} and {reduce:g}")
+    if not (0 < compute < math.inf and 0 <= reduce < math.inf):
+        raise ValueError(
+            f"--compute must be a number above 0 and --reduce a number from 0, got {compute:g} and {reduce:g}"
+        )
 
 
 def backend_named(name: str) -> Backend:
@@ -293,9 +296,12 @@ def parse_window(text: str | None) -> Mask:
     return window(*sides)
 
 
-def parse_names(text: str | None) -> tuple[str, ...]:
-    """Words separated by commas."""
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+def parse_names(option: str, text: str | None) -> tuple[str, ...]:
+    """Words separated by commas; none only if the option is not given."""
+    names = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    if text is not None and not names:
+        raise ValueError(f"{option} {text!r}: expected names, separated by commas")
+    return names
 
 
 def _whole_numbers(option: str, text: str, numbers: str) -> list[int]:
