@@ -74,7 +74,7 @@ def backward(
     dsinks      a float32 tensor (heads of q) for the gradient of the sinks, which is computed only then
     sm_margin   SMs of a GPU that the backward leaves to other kernels; it never changes the bits
 
-    The other arguments are as in `attention`. cu_seqlens on a GPU makes the host wait for the GPU.
+    The other arguments are as in `attention`.
     """
 
     def check() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,16 +156,23 @@ def test_the_backward_alone_of_fake_tensors() -> None:
     assert [x.shape for x in grads] == [x.shape for x in fake[1:4]]
 
 
-def test_boundaries_of_compiled_code_are_whole_numbers() -> None:
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile gives up the frame that raised an error, also for other tests."""
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_boundaries_of_compiled_code_are_whole_numbers() -> None:
     run = torch.compile(attention, backend="eager")
     with pytest.raises(Exception, match="cu_seqlens must be a list of whole numbers"):
         run(*packed(), cu_seqlens=[0, 20.7, 64])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_an_error_in_compiled_code_leaves_later_calls_right() -> None:
-    """torch.compile gives up the frame that raised, and runs it outside of graphs from then on."""
-    torch._dynamo.reset()
     with pytest.raises(ValueError, match="cu_seqlens must be"):
         torch.compile(attention, backend="eager")(*packed(), cu_seqlens=[0, 20.7, 64])
     for cells in (2, 4, 8):

@@ -29,11 +29,11 @@ Each row names a feature and the tests that show it. *Yes* means that a test sho
 says what to do instead. *No test* means that it may work, but no test shows it. `make test` runs the tests of the
 column CPU. `make gpu-test` runs the tests of the column GPU, which need a Hopper GPU. On an H200 with torch 2.11, 1,036
 of them passed and none failed. 16 were skipped: two cases of one test need a second GPU, and for fourteen no installed
-forward takes the problem. Six have not run in their present form. Two run the benchmark of `watch`, and expect less
+forward takes the problem. Nine have not run in their present form. Two run the benchmark of `watch`, and expect less
 than 5 %: the benchmark itself gave 4.0 % and 1.0 % ([what it costs](watch.md#what-it-costs)). The third has four
-processes that share a GPU: with longer sequences it took longer than its time limit. The others repeat backwards with
-panels a thousand times. After the run the loads of the kernels for head dims up to 64 got another order of
-instructions.
+processes that share a GPU: with longer sequences it took longer than its time limit. Three repeat backwards with
+panels a thousand times, and three run the measurements of `bench`. After the run the loads of the kernels for head
+dims up to 64 got another order of instructions.
 """
 
 

@@ -147,7 +147,7 @@ def _pack(each: Chart) -> dict[str, object]:
 def _section(section: Section, drawn: Sequence[Chart], number: int, page: Path) -> str:
     """A section whose first chart has this number."""
     parts = [f"<h2>{escape(section.heading)}</h2>"] if section.heading else []
-    parts += [f"<p>{escape(text.strip())}</p>" for text in section.text.split("\n\n") if text.strip()]
+    parts += [f"<p>{_marked(text.strip())}</p>" for text in section.text.split("\n\n") if text.strip()]
     parts += [_picture(each) for each in section.pictures]
     if section.table:
         table = _table(section.table, section.best)
@@ -189,10 +189,17 @@ def _sentences(policies: str, page: Path) -> str:
     told, made = about(policies), []
     for name, each in told.items():
         link = tour_link(each.anchor, page)
-        more = f' <a href="{escape(link)}">More in the tour.</a>' if link else ""
+        # A browser shows Markdown as plain text and does not go to the heading.
+        under = each.anchor.replace("-", " ")
+        more = f' More in <a href="{escape(link)}">the tour</a>, under “{escape(under)}”.' if link else ""
         lead = f"{name}: " if len(told) > 1 else ""
         made.append(f'<p class="about">{lead}{escape(each.sentence)}{more}</p>')
     return "".join(made)
+
+
+def _marked(text: str) -> str:
+    """Text in which backticks mark code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _table(rows: Sequence[Sequence[object]], marked: Collection[int] = ()) -> str:
@@ -209,7 +216,7 @@ def _table(rows: Sequence[Sequence[object]], marked: Collection[int] = ()) -> st
 
     def line(cells: Sequence[str], badge: str = "") -> str:
         names = [f' data-head="{escape(name)}"' if stacked and name else "" for name in header]
-        made = [f"<td{a}{name}>{escape(cell)}" for cell, a, name in zip(cells, kinds, names, strict=True)]
+        made = [f"<td{a}{name}>{_marked(cell)}" for cell, a, name in zip(cells, kinds, names, strict=True)]
         made[:1] = [made[0] + badge]
         return "".join(f"{cell}</td>" for cell in made)
 

@@ -103,13 +103,18 @@ def test_a_page_in_the_repository_has_links_to_the_tour(simulated, monkeypatch, 
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "tour.md").touch()
     text = html(simulated("fa3"), tmp_path / "a.html").read_text()
-    assert '<a href="docs/tour.md#fa3">More in the tour.</a></p>' in text
+    assert 'More in <a href="docs/tour.md#fa3">the tour</a>, under “fa3”.</p>' in text
 
 
 def test_a_report_without_charts_has_no_script(tmp_path: Path) -> None:
     page = report(tmp_path / "a.html", [Section("Only text", table=[("a",)])]).read_text()
     assert 'class="bar"' not in page
     assert "DecompressionStream" not in page
+
+
+def test_backticks_mark_code(tmp_path: Path) -> None:
+    page = report(tmp_path / "a.html", [Section("Text", "Run `a<b`.", table=[("name",), ("`shift`",)])]).read_text()
+    assert "Run <code>a&lt;b</code>." in page and "<td><code>shift</code>" in page and "`" not in page.split("<h2>")[1]
 
 
 def test_what_is_written_is_escaped(simulated, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def reported(entries: list[Entry], complete: bool, rounds: int = 1) -> Report:
     runs = Counter[str]()
     for entry in counted:
         runs[entry["stressor"]] += entry["runs"]
-    fine = complete and all(map(_is_fine, entries))
+    fine = complete and counts["runs"] > 0 and all(map(_is_fine, entries))
     return {"entries": entries, "counts": counts, "stressors": dict(+runs), "complete": complete, "ok": fine}
 
 
