@@ -390,6 +390,8 @@ def _numbers(name: str, given: Boundaries) -> tuple[int, ...]:
 def check_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if type(x) is not Tensor and hasattr(x, "to_local"):
+        raise ValueError(f"{name} is a {type(x).__name__}: give the tensor of this rank, {name}.to_local()")
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else x.layout
         raise ValueError(f"{name} must be a dense tensor, with sequences of different lengths packed; got {kind}")

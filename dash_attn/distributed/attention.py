@@ -37,9 +37,9 @@ class ContextParallel(torch.autograd.Function):
         terms: str,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, seed, terms)
+        out, lse, turn, spread = ops.forward(q, k, v, cu_q, cu_k, sinks, seed, terms)
         own = () if sinks is None else (out, lse)  # of this rank's tokens, with all heads
-        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, seed, *own)
+        ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, seed, turn, *own)
         if not with_lse:
             ctx.mark_non_differentiable(lse)
         if not torch.compiler.is_compiling():  # which does not know this setting
@@ -53,12 +53,12 @@ class ContextParallel(torch.autograd.Function):
             raise NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
-        q, k, v, out, lse, cu_q, cu_k, sinks, seed, *own = ctx.saved_tensors
+        q, k, v, out, lse, cu_q, cu_k, sinks, seed, turn, *own = ctx.saved_tensors
         if dout is None:  # also without dlse the rank takes part, because others may wait for it
             dout = out.new_zeros(ctx.shape)
         if not ctx.with_lse:
             dlse = None
-        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, seed, ctx.terms, ctx.rows, dlse)
+        grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, sinks, seed, ctx.terms, ctx.rows, turn, dlse)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         dsinks = sink_gradient(dout, *own, sinks, dlse) if own and ctx.needs_input_grad[5] else None
         return dq, dk, dv, None, None, dsinks, None, None, None

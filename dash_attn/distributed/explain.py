@@ -11,7 +11,7 @@ from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.layout import usual_panels
-from dash_attn.distributed.ops import Shape, agreed
+from dash_attn.distributed.ops import Asks, Shape, agreed
 from dash_attn.distributed.ranks import Group, ranks_of
 from dash_attn.distributed.scale import Cluster, Rank, exchanged
 from dash_attn.problem import Mask
@@ -83,7 +83,7 @@ def explain(
     terms, around = terms_of(q, k, v, asked, given, Sharing(ranks, mode, layout))
     if q.ndim == 3:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    call = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), around, terms)
+    call, _ = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), around, terms, Asks("explain"))
     tokens, problem, ways = call.tokens, call.tokens.whole.problem, call.q.axis.size
     forward, backward = exchanged(problem, (call.q, call.k), q.shape[0])
     load = tokens.load()

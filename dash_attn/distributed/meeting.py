@@ -1,4 +1,4 @@
-"""meet: the ranks compare their arguments before they exchange tensors.
+"""meet: the ranks compare their calls and arguments before they exchange tensors.
 
 Without it, ranks that disagree would wait for each other until the time limit of the group, or add parts of different
 problems.
@@ -7,52 +7,101 @@ problems.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from dash_attn.distributed.ranks import Ranks
 
-# Numbers that a rank says: whether it refuses, its queries and keys, and a digest of each argument. A rank that refuses
-# says as many, so that the gather fits.
-WIDTH = 24
-FIRST = 3
+CALLS = ("forward", "backward", "explain", "unshard")
+# Numbers that a rank says: those of Said, and a digest of each argument. A rank that refuses says as many, so that the
+# gather fits.
+WIDTH = 32
 
 
-def meet(ranks: Ranks, arguments: Mapping[str, object], rows: tuple[int, int], device: torch.device) -> list[list[int]]:
-    """The numbers of queries and of keys of every rank, [queries, keys].
+class Said(NamedTuple):
+    """What a rank says first.
 
-    ValueError on every rank if an argument is not the same on all of them. It names the argument and its values.
-    It is one small gather, and the host waits for it.
+    refuses  1 if the rank refuses its arguments. Then the other numbers mean nothing
+    call     the place of the call in CALLS
+    forward  of a backward: the turn of its forward
     """
-    said = [0, *rows, *map(_digest, arguments.values())]
-    gathered = _exchange(ranks, said, device)
-    if any(refuses for refuses, *_ in gathered):
+
+    refuses: int = 0
+    call: int = 0
+    forward: int = 0
+    queries: int = 0
+    keys: int = 0
+
+    @property
+    def text(self) -> str:
+        return f"{CALLS[self.call]}{f' of call {self.forward}' if CALLS[self.call] == 'backward' else ''}"
+
+
+class Met(NamedTuple):
+    """The numbers of queries and of keys of every rank. `turn` is the number of the call, the same on all of them."""
+
+    turn: int
+    rows: list[tuple[int, int]]
+
+
+def meet(
+    ranks: Ranks,
+    call: str,
+    arguments: Mapping[str, object],
+    rows: tuple[int, int],
+    device: torch.device,
+    forward: int = 0,
+) -> Met:
+    """ValueError on every rank if the call or an argument is not the same on all of them.
+
+    It names the argument and its values. It is one small gather, and the host waits for it. `forward` is the turn of
+    the forward of a backward.
+    """
+    said, digests = _exchange(
+        ranks, Said(0, CALLS.index(call), forward, *rows), [_digest(value) for value in arguments.values()], device
+    )
+    if any(each.refuses for each in said):
         refusing = [(rank, text) for rank, text in enumerate(ranks.texts("", device)) if text]
         raise ValueError("; ".join(f"rank {rank} refuses its arguments: {text}" for rank, text in refusing))
+    if len({each.text for each in said}) > 1:
+        raise ValueError(
+            f"the ranks of the group make different calls: {_listed([each.text for each in said])}. Every rank must "
+            "make the same calls in the same order. So the loss of every rank must depend on its out: add "
+            "0 * out.sum() to a loss that does not"
+        )
     differ = list[str]()
-    for column, (name, value) in enumerate(arguments.items(), FIRST):
-        if len({numbers[column] for numbers in gathered}) > 1:
-            values = dict[str, list[int]]()
-            for rank, text in enumerate(ranks.texts(_brief(value), device)):
-                values.setdefault(text, []).append(rank)
-            differ.append(f"{name} is " + ", ".join(f"{text} on {_named(at)}" for text, at in values.items()))
+    for (name, value), *column in zip(arguments.items(), *digests, strict=False):
+        if len(set(column)) > 1:
+            differ.append(f"{name} is {_listed(ranks.texts(_brief(value), device))}")
     if differ:
         raise ValueError(f"the ranks of the group give different arguments: {'; '.join(differ)}")
-    return [numbers[1:FIRST] for numbers in gathered]
+    turns = _turns.setdefault(ranks.axes[0].group, Counter())
+    turns[ranks.names] += 1
+    return Met(turns[ranks.names], [(each.queries, each.keys) for each in said])
 
 
 def refuse(ranks: Ranks, error: Exception, device: torch.device) -> None:
     """Take part in `meet` without arguments, so that the other ranks do not wait: they raise the error too."""
-    _exchange(ranks, [1], device)
+    _exchange(ranks, Said(refuses=1), [], device)
     ranks.texts(str(error) or type(error).__name__, device)
 
 
-def _exchange(ranks: Ranks, numbers: list[int], device: torch.device) -> list[list[int]]:
+# On how many calls the ranks of a group, or of the groups of a mesh, have agreed.
+_turns: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def _exchange(ranks: Ranks, said: Said, digests: list[int], device: torch.device) -> tuple[list[Said], list[list[int]]]:
+    """What every rank says."""
+    numbers = [*said, *digests]
     assert len(numbers) <= WIDTH
     mine = torch.tensor([*numbers, *[0] * (WIDTH - len(numbers))], dtype=torch.int64, device=device)
-    gathered: list[list[int]] = ranks.all_gather(mine).tolist()
-    return gathered
+    gathered = ranks.all_gather(mine).tolist()
+    return [Said(*each[: len(said)]) for each in gathered], [each[len(said) :] for each in gathered]
 
 
 def _digest(value: object) -> int:
@@ -62,6 +111,14 @@ def _digest(value: object) -> int:
 def _brief(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:60]}... (digest {hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def _listed(texts: list[str]) -> str:
+    """What the ranks say, each text once: 'a on ranks 0, 1, b on rank 2'."""
+    at = dict[str, list[int]]()
+    for rank, text in enumerate(texts):
+        at.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} on {_named(numbers)}" for text, numbers in at.items())
 
 
 def _named(numbers: list[int]) -> str:

@@ -125,19 +125,22 @@ def forward(
     sinks: Tensor | None,
     seed: Tensor | None,
     terms: str,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """out and lse of this rank's tokens. If ranks share heads, also the operands of the backward after `spread`."""
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """out and lse of this rank's tokens, and the turn of the call, on the CPU.
+
+    If ranks share heads, also the operands of the backward after `spread`.
+    """
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, v, 1), rows, around, said)
-    extras = call.extras(around)
+    call, at = agreed(Shape.of(q, k, v, 1), rows, around, said, Asks("forward"))
+    turn, extras = torch.tensor(at, dtype=torch.int64, device="cpu"), call.extras(around)
     if said.ways == 1:
-        return (*call.tokens.forward(q, k, v, extras), [])
+        return (*call.tokens.forward(q, k, v, extras), turn, [])
     q, k, v = (arrive() for arrive in [call.q.spread(q), call.k.spread(k), call.k.spread(v)])
     out, lse = call.tokens.forward(q, k, v, extras)
     own_out, own_lse = call.q.collect(out), call.q.collect(_tokens_first(lse))
-    return own_out(), _heads_first(own_lse()), [q, k, v, out, lse]
+    return own_out(), _heads_first(own_lse()), turn, [q, k, v, out, lse]
 
 
 @torch.library.custom_op("dash_attn::context_parallel_backward", mutates_args=())
@@ -154,9 +157,10 @@ def backward(
     seed: Tensor | None,
     terms: str,
     rows: Sequence[int],
+    turn: Tensor,
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's tokens. `rows` are its numbers of queries and keys.
+    """Gradients of this rank's tokens. `rows` are its numbers of queries and keys, `turn` is that of the forward.
 
     If ranks share heads, dout and dlse are as the forward gives out and lse, and the other tensors are as `spread`
     gives them.
@@ -164,7 +168,8 @@ def backward(
     said = Terms.read(terms)
     own_q, own_k = rows
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said, dlse is not None)
+    asks = Asks("backward", int(turn), dlse is not None)
+    call, _ = agreed(Shape.of(q, k, v, said.ways), (own_q, own_k), around, said, asks)
     if said.ways == 1:
         return call.tokens.backward(Operands(dout, q, k, v, out, lse), call.extras(around, dlse))
     arriving = call.q.spread(dout)
@@ -186,16 +191,17 @@ def _heads_first(lse: Tensor) -> Tensor:
 
 
 @forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     ways = Terms.read(str(others[-1])).ways
     batch, len_q, heads, _dim = q.shape
     out = q.new_empty((batch, len_q, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, len_q), dtype=torch.float32)
+    turn = q.new_empty((), dtype=torch.int64, device="cpu")
     if ways == 1:
-        return out, lse, []
+        return out, lse, turn, []
     # With torch.compile every rank must have the same number of tokens.
     spread = [x.new_empty((batch, x.shape[1] * ways, x.shape[2] // ways, x.shape[3])) for x in (q, k, v, out)]
-    return out, lse, [*spread, lse.new_empty((batch, heads // ways, len_q * ways))]
+    return out, lse, turn, [*spread, lse.new_empty((batch, heads // ways, len_q * ways))]
 
 
 @backward.register_fake
@@ -206,13 +212,22 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[T
     return dout.new_empty((*dout.shape[:3], q.shape[3])), dk, dv
 
 
-def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, has_dlse: bool = False) -> Call:
-    """The call, after all ranks have agreed on it. `has_dlse`: it is a backward with a gradient of lse."""
+class Asks(NamedTuple):
+    """What a rank asks for: one of CALLS. A backward also has the turn of its forward, and maybe a gradient of lse."""
+
+    call: str
+    forward: int = 0
+    has_dlse: bool = False
+
+
+def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, asks: Asks) -> tuple[Call, int]:
+    """The call and its turn, after all ranks have agreed on it."""
     ranks = Ranks.named(terms.groups)
     cu = tuple(None if x is None else read(x) for x in around[:2])
     posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
-    lengths = meet(
+    met = meet(
         ranks,
+        asks.call,
         {
             "software": backend_for(shape.device).software(),
             "shape of q (batch, heads, dim)": (shape.batch, shape.heads[0], shape.dim),
@@ -234,21 +249,15 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, ha
             "torch.use_deterministic_algorithms": order.deterministic or torch.are_deterministic_algorithms_enabled(),
             "panels and layout": (order.panels, terms.layout),
             "number of ranks that share heads (mode)": terms.ways,
-            "gradient of lse": "given" if has_dlse else "not given (add 0 * lse.sum() to the loss)",
+            "gradient of lse": "given" if asks.has_dlse else "not given (add 0 * lse.sum() to the loss)",
         },
         rows,
         shape.device,
+        asks.forward,
     )
     dim_v = None if shape.dim_v == shape.dim else shape.dim_v
     features = Features(terms.softcap, around.sinks is not None, terms.dropout, dim_v)
-    return _call(
-        shape,
-        tuple((rows_q, rows_k) for rows_q, rows_k in lengths),
-        cu,
-        terms._replace(order=order).text(),
-        features,
-        ranks,
-    )
+    return _call(shape, tuple(met.rows), cu, terms._replace(order=order).text(), features, ranks), met.turn
 
 
 @kept(growing=lambda call: call.tokens.whole)

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-
-# A module that torch imports on its own at the first call of an operator. Its functions have the default group of that
-# moment as a default argument, so a group that exists then outlives destroy_process_group(). Its threads would run into
-# the end of Python and abort the process. Imported here, the module finds no group.
-import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+
+def _import_without_a_group() -> None:
+    """Import a module of torch that must find no default group.
+
+    Its functions have the default group of that moment as a default argument. So the group would outlive
+    destroy_process_group(), and its threads would run into the end of Python and abort the process. Without this
+    function torch imports the module at the first call of an operator.
+    """
+    group, c10d.GroupMember.WORLD = c10d.GroupMember.WORLD, None
+    try:
+        import_module("torch.distributed.nn.functional")
+    finally:
+        c10d.GroupMember.WORLD = group
+
+
+_import_without_a_group()
 
 Group = dist.ProcessGroup | DeviceMesh | None
 # The newer name of the same function. Older versions of torch lack it, and newer ones warn of the older name.

@@ -57,7 +57,7 @@ def unshard(x: Tensor, *, group: Group = None, dim: int, layout: str = "zigzag",
         "shape of x beside dim": tuple(rows.shape[1:]),
         "panels and layout": (cut.panels, layout),
     }
-    lengths = [count for count, _ in meet(ranks, alike, (len(rows), 0), x.device)]
+    lengths = [count for count, _ in meet(ranks, "unshard", alike, (len(rows), 0), x.device).rows]
     total = sum(lengths)
     if lengths != cut.lengths(total):
         raise ValueError(

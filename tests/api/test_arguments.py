@@ -45,6 +45,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch calls them a prototype
     nested = torch.nested.nested_tensor([torch.zeros(3, 4, 16), torch.zeros(5, 4, 16)], layout=torch.jagged)
 
+
+class Sharded(Tensor):
+    """Like torch's DTensor, which needs a process group."""
+
+    def to_local(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
 # The arguments, and words of the message. Each names the argument, what was given and what is accepted.
 PREFIX = intervals([0] * 8, [4, 4, 4, 4, 5, 6, 7, 8])
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -81,6 +89,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (call(k=zeros(2, 8, 3, 16), v=zeros(2, 8, 3, 16)), ["k and v", "divides q's 4", "got 3"]),
     (call(k=zeros(2, 8, 0, 16), v=zeros(2, 8, 0, 16)), ["k and v", "divides q's 4", "got 0"]),
     (call(q=zeros(*Q).to_sparse()), ["q must be a dense tensor", "torch.sparse_coo"]),
+    (call(q=torch.zeros(1, 4, 2, 16).as_subclass(Sharded)), ["q is a Sharded", "give", "q.to_local()"]),
     (call(q=nested), ["q must be a dense tensor", "packed", "nested"]),
     (call(q=zeros(2, 8, 4, 0), k=zeros(2, 8, 2, 0), v=zeros(2, 8, 2, 0)), ["dim", "at least 1", "0"]),
     (call(k=zeros(*K, dtype=torch.float16)), ["k", "dtype of q, torch.float32", "torch.float16"]),

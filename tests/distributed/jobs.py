@@ -342,11 +342,11 @@ def check_operators(groups: Groups, mode: str, size: int) -> None:
     said, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), sharing)
     terms = said.text()
     sinks = torch.zeros(q.shape[2])
-    out, lse, spread = ops.forward(q, k, v, None, None, sinks, None, terms)
+    out, lse, turn, spread = ops.forward(q, k, v, None, None, sinks, None, terms)
     checks = ("test_schema", "test_faketensor")
     forward, backward = (getattr(torch.ops.dash_attn, f"context_parallel_{x}").default for x in ("forward", "backward"))
     torch.library.opcheck(forward, (q, k, v, None, None, sinks, None, terms), test_utils=checks)
-    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, None, terms, (q.shape[1], k.shape[1]))
+    operands = (dout, *(spread or (q, k, v, out, lse)), None, None, sinks, None, terms, (q.shape[1], k.shape[1]), turn)
     for given in (operands, (*operands, dlse)):
         torch.library.opcheck(backward, given, test_utils=checks)
 

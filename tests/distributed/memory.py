@@ -24,7 +24,7 @@ from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.distributed import context_parallel_attention, explain, ops, shard, tokens
 from dash_attn.distributed.attention import Sharing, terms_of
 from dash_attn.distributed.explain import Explanation
-from dash_attn.distributed.ops import Around, Shape, agreed
+from dash_attn.distributed.ops import Around, Asks, Shape, agreed
 from dash_attn.distributed.ranks import ranks_of
 from dash_attn.distributed.tokens import Tokens
 from dash_attn.prepare import prepare
@@ -140,7 +140,9 @@ def measured(groups: Groups, case: Case, mode: str, chunk_bytes: int) -> Measure
     said = explain(q, k, v, group=group, mode=mode, panels=case.panels, **case.arguments)
     asked = Arguments(**case.arguments, panels=case.panels)
     terms, _ = terms_of(q, k, v, asked, Given(0.0, None, None, None), Sharing(ranks_of(group), mode, "zigzag"))
-    call = agreed(Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), Around(None, None, None, None), terms)
+    call, _ = agreed(
+        Shape.of(q, k, v, 1), (q.shape[1], k.shape[1]), Around(None, None, None, None), terms, Asks("forward")
+    )
     q, dout, k, v = (heads.spread(x)() for heads, x in ((call.q, q), (call.q, dout), (call.k, k), (call.k, v)))
     gc.collect()
     gc.freeze()  # the objects of all loaded modules, which would take seconds to look at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,21 @@ def test_what_one_rank_refuses_to_unshard_is_an_error_on_all(pool: Pool) -> None
         for (_, message), error in zip(UNSHARD_ON_ONE_RANK, said, strict=True):
             assert message in error
             assert error.startswith(("ValueError: ", "no error"))
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_ranks_that_make_different_calls_get_an_error_and_no_numbers(pool: Pool, mode: str) -> None:
+    expected = {
+        "without_backward": r"backward of call \d+ on rank 0, forward on rank 1",
+        "explained": "forward on rank 0, explain on rank 1",
+        "gathered": "forward on rank 0, unshard on rank 1",
+        "in_another_order": r"backward of call (\d+) on rank 0, backward of call (?!\1)\d+ on rank 1",
+    }
+    for said in pool.run(wrong.other_calls_on_one_rank, mode)[:2]:
+        assert said.keys() == expected.keys()
+        for name, (error, after) in said.items():
+            assert re.match(f"ValueError: the ranks of the group make different calls: {expected[name]}", error), error
+            assert after == "no error"
 
 
 def test_a_part_has_memory_of_its_own(pool: Pool) -> None:

@@ -48,16 +48,17 @@ def test_the_other_examples(tmp_path: Path, number: int, count: int) -> None:
     assert printed.splitlines().count("True") == count and "False" not in printed.splitlines()
 
 
-def test_a_destroyed_group_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_a_destroyed_group_is_gone(imported: str, tmp_path: Path) -> None:
     """A group that something still holds has threads, and they abort the process if Python ends before them."""
+    first = ["from dash_attn.distributed import context_parallel_attention", 'dist.init_process_group("gloo")']
+    begin = "\n".join(first if imported == "before" else reversed(first))
     script = written(
-        """
+        f"""
 import weakref
 import torch
 import torch.distributed as dist
-from dash_attn.distributed import context_parallel_attention
-
-dist.init_process_group("gloo")
+{begin}
 q, k, v = (torch.randn(1, 64, 2, 16, requires_grad=True) for _ in range(3))
 context_parallel_attention(q, k, v, causal=True).sum().backward()
 group = weakref.ref(dist.group.WORLD)

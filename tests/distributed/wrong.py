@@ -58,3 +58,41 @@ def unshard_on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list
 def shard_of_nothing(groups: Groups) -> str:
     """The error of a tensor without dimensions."""
     return error_of(shard, torch.tensor(1.0), dim=0)
+
+
+def other_calls_on_one_rank(groups: Groups, mode: str) -> dict[str, list[str]]:
+    """The last of two ranks leaves a backward out, makes another call, or runs two backwards in another order.
+
+    For each of these: the error of this rank, and that of a right call after it.
+    """
+    if 2 not in groups:
+        return {}
+    group, (q, k, v, dout) = groups[2], (x[:, :24] for x in Case().tensors())
+    is_other = group.rank() == 1
+
+    def forward() -> torch.Tensor:
+        mine = [x.clone().requires_grad_() for x in (q, k, v)]
+        return context_parallel_attention(*mine, group=group, mode=mode, causal=True)
+
+    def step() -> None:
+        forward().backward(dout)
+
+    def without_backward() -> None:
+        out = forward()
+        if not is_other:
+            out.backward(dout)
+        step()
+
+    def explained() -> None:
+        explain(q, k, v, group=group, mode=mode) if is_other else step()
+
+    def gathered() -> None:
+        unshard(q, group=group, dim=1) if is_other else step()
+
+    def in_another_order() -> None:
+        outs = [forward() for _ in range(2)]
+        for out in reversed(outs) if is_other else outs:
+            out.backward(dout)
+
+    wrong = (without_backward, explained, gathered, in_another_order)
+    return {each.__name__: [error_of(each), error_of(step)] for each in wrong}

@@ -69,7 +69,8 @@ def _numbers(text: str | None) -> list[int]:
 def rank_table(rows: list[dict[str, Any]], whole: Problem) -> Table:
     """The fastest row of each number of ranks is marked."""
     heads = f"{whole.heads_q} query and {whole.heads_kv} key/value heads of {whole.dim}"
-    title = f"{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"
+    sequences = f"{whole.batch} sequences of " if whole.batch > 1 else ""
+    title = f"{sequences}{whole.len_q} tokens, {whole.mask}, {heads}: a prediction, not a measurement"
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in ("ranks", "mode", "layout"):
         table.add_column(name)
