@@ -65,7 +65,7 @@ def test_a_peer_that_was_not_timed_has_no_numbers() -> None:
 def test_every_row_counts_once(suite: str) -> None:
     made = [row(n, "causal", "fa3") for n in (1024, 8192)]
     late, capped = row(2048, "causal", "fa3"), row(4096, "causal", "fa3")
-    late["shape"]["len_k"], capped["cell"] = 8192, "softcap 4096"
+    late["shape"]["len_k"], capped["shape"]["features"] = 8192, "softcap 50.0"
     everything = [*made, late, capped]
     counted = [cell for group in headline({suite: {"rows": everything}}) for cell, _ in group.over["fa4"].cells]
     assert sorted(counted) == sorted(each["cell"] for each in everything)
