@@ -286,7 +286,7 @@ def test_kernel_and_model_make_the_same_barrier_calls():
         ('cta.bars.wait("v_full", 0, odd)', "pass"),
         ("self.sync_consumers()  #", "#"),
         ('cta.bars.wait("q_empty", stage, free)', 'cta.bars.wait("do_empty", stage, free)'),
-        ("            self.fetch_sum(writer, entry, (q_tile, plane))", "            pass"),
+        ("            self.fetch_sum(writer, entry, target)", "            pass"),
         ('cta.bars.arrive("dk_empty")', "pass"),
         (
             'cta.bars.wait("dk_empty", 0, (i & 1) ^ 1)\n                self.leave("dk_full", 0)',

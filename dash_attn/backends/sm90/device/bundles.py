@@ -45,7 +45,7 @@ class Debug(NamedTuple):
 class Streams(NamedTuple):
     """Tensors in global memory: those that TMA moves, each with its descriptor, and the others."""
 
-    q: Any  # (descriptor, tensor (seqlen, dim, heads, batch)); for a pack as in rows.py
+    q: Any  # TmaInfo, of a tensor (seqlen, dim, heads, batch); for a pack as in rows.py
     do: Any
     k: Any
     v: Any

@@ -5,6 +5,7 @@ Consumers read no table. Shared memory tells them which tile a stage holds, how 
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,6 +19,7 @@ from .bundles import Cta, element, pieces_per_half
 from .gemms import Gemms
 from .pointwise import (
     ColumnPairs,
+    Scores,
     cap,
     exponentiate,
     exponentiate_capped,
@@ -44,6 +46,14 @@ from .tasks import (
 )
 
 
+class Held(NamedTuple):
+    """What a consumer holds in registers over a chain."""
+
+    dk: Any
+    dv: Any
+    k: Any  # what keep_k returns
+
+
 @dataclass(frozen=True)
 class Consumer:
     cta: Cta
@@ -60,7 +70,7 @@ class Consumer:
             cta.bars.wait("k_full", 0, 0)
             runs = info_word(cta, 0, Info.NUM_RUNS)
             while runs >= 0:
-                task = self.chain(gemms, (dk, dv), (task, i), runs)
+                task = self.chain(gemms, dk, dv, task, i, runs)
                 i = i + 1
                 cta.bars.wait("k_full", 0, i & 1)
                 runs = info_word(cta, i & 1, Info.NUM_RUNS)
@@ -72,17 +82,15 @@ class Consumer:
             _, chains = my_chains(cta)
             for i in cutlass.range(chains, unroll=1):
                 cta.bars.wait("k_full", 0, i & 1)
-                task = self.chain(gemms, (dk, dv), (task, i), info_word(cta, i & 1, Info.NUM_RUNS))
+                task = self.chain(gemms, dk, dv, task, i, info_word(cta, i & 1, Info.NUM_RUNS))
 
     @cute.jit
-    def chain(self, gemms, grads, numbers, runs):
+    def chain(self, gemms, dk, dv, task, i, runs):
         """Computes chain i, whose first task is `task`. Returns the number of the task after it."""
         cta, ends = self.cta, self.cta.cfg.chain_entries
-        dk, dv = grads
-        task, i = numbers
         dk.fill(0.0)
         dv.fill(0.0)
-        kept = gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP)
+        held = Held(dk, dv, gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP))
         done, arrived = Int32(0), Int32(0)
         if runs == 0:
             if const_expr(not cta.cfg.cut):
@@ -91,7 +99,7 @@ class Consumer:
             self.leave("k_empty", 0)
             done = Int32(1)
         while done == 0:
-            flags, arrived = self.task(gemms, (dk, dv, kept), (task, task + i * ends), arrived)
+            flags, arrived = self.task(gemms, held, task, task + i * ends, arrived)
             task, done = task + 1, flags & ENDS
         if const_expr(cta.cfg.trace):
             tie_clocks(cta, task + i * ends)
@@ -103,10 +111,8 @@ class Consumer:
         return task
 
     @cute.jit
-    def task(self, gemms, held, numbers, arrived):
+    def task(self, gemms, held: Held, task, entry, arrived):
         cta, cfg = self.cta, self.cta.cfg
-        dk, dv, kept = held
-        task, entry = numbers
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         stage, phase = stage_of(task)
 
@@ -117,7 +123,7 @@ class Consumer:
             consumer_stamp(cta, entry, "begun")
         flags = entry_word(cta, entry, TaskEntry.FLAGS)
         s = gemms.score_acc()
-        gemms.issue_s(s, stage, kept)
+        gemms.issue_s(s, stage, held.k)
         lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.lse_ahead)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
@@ -145,11 +151,11 @@ class Consumer:
             p16 = cute.make_rmem_tensor_like(s, element(cfg))
             gemms.round_now(s, p16, cfg.p_early)
         if (flags & PARTIAL) != 0:
-            tile = entry_word(cta, entry, TaskEntry.Q_TILE), info_word(cta, odd, Info.KV_TILE)
+            q_tile, kv_tile = entry_word(cta, entry, TaskEntry.Q_TILE), info_word(cta, odd, Info.KV_TILE)
             if const_expr(cfg.holds_slopes):
-                mask_probabilities(cta, (p16, s), tile, lengths(cta, odd), thread)
+                mask_probabilities(cta, (p16, s), q_tile, kv_tile, lengths(cta, odd), thread)
             else:
-                mask_probabilities(cta, (s,), tile, lengths(cta, odd), thread)
+                mask_probabilities(cta, (s,), q_tile, kv_tile, lengths(cta, odd), thread)
                 gemms.round_now(s, p16, cfg.p_early)
         if const_expr(not cfg.softcap):
             gemms.round_rest(s, p16, cfg.p_early)
@@ -162,12 +168,12 @@ class Consumer:
         ds16 = cute.make_rmem_tensor_like(dp, element(cfg))
         if const_expr(cfg.stores_slopes):
             # The branch between the halves keeps the compiler from mixing them, for which it has no registers.
-            pairs = iter(delta)
-            round_with_slopes(gemms, (s, dp), (p16, ds16), stage, islice(pairs, cfg.tile_m // 16))
+            scores, pairs = Scores(s, dp, p16, ds16), iter(delta)
+            round_with_slopes(gemms, scores, stage, islice(pairs, cfg.tile_m // 16))
         if (flags & ENDS) != 0:
             self.leave("v_empty", 0)
         if const_expr(cfg.stores_slopes):
-            round_with_slopes(gemms, (s, dp), (p16, ds16), stage, pairs)
+            round_with_slopes(gemms, scores, stage, pairs)
             cute.arch.sync_warp()  # dS takes the place of the slopes, which all lanes have read
         else:
             score_gradient(dp, s, delta)
@@ -176,7 +182,7 @@ class Consumer:
             self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
         # (4) dV. Issued before dS is computed, it makes the kernel 8 % slower.
-        gemms.issue_dv(dv, p16, stage)
+        gemms.issue_dv(held.dv, p16, stage)
         # (5) dQ needs the dS rows of both warpgroups. Two buffers need only this one barrier: a warpgroup that
         # arrives here has completed dQ of the task before, so the other buffer is free.
         cute.arch.fence_view_async_shared()
@@ -187,7 +193,7 @@ class Consumer:
         warpgroup.wait_group(1)
         self.leave("do_empty", stage)
         # (6) dK
-        gemms.issue_dk(dk, ds16, stage)
+        gemms.issue_dk(held.dk, ds16, stage)
         warpgroup.wait_group(1)
         if (flags & ENDS) != 0:
             self.leave("k_empty", 0)

@@ -44,8 +44,8 @@ def report(cta: Cta, entry, writer, seen):
 
 
 def keep(cta: Cta, entry, part, staged):
-    """Stores one warpgroup's part (first float, bytes) in its turn's place. It shares the bulk group of its add."""
+    """Stores one warpgroup's SumPart in its turn's place. It shares the bulk group of its add."""
     tile = TaskEntry.SUM_TILE if const_expr(cta.cfg.packed) else TaskEntry.Q_TILE
     q_tile, plane, turn = [entry_word(cta, entry, w) for w in (tile, TaskEntry.PLANE, TaskEntry.TURN)]
     kept = cta.streams.debug.contributions[plane, q_tile, turn, None]
-    bulk_store(kept.iterator + part[0], staged, part[1])
+    bulk_store(kept.iterator + part.first, staged, part.nbytes)

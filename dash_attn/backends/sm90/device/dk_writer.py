@@ -11,7 +11,7 @@ from ..smem_plan import Info, TaskEntry, dk_piece
 from .bundles import Cta
 from .dq_writer import store_rows
 from .ptx import bf16_parts
-from .tasks import END, GRAD, await_entry, entry_word, info_word, kv_place, my_chains, stage_of
+from .tasks import END, GRAD, await_entry, entry_word, info_word, kv_coords, my_chains, stage_of
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class DkWriter:
     @cute.jit
     def store(self, i):
         cta = self.cta
-        place = kv_place(cta, i & 1)
+        coords = kv_coords(cta, i & 1)
         for wg in cutlass.range_constexpr(CONSUMER_WARPGROUPS):
-            store_rows(cta, cta.streams.dk, (cta.views.dk, dk_piece(cta.cfg, wg)), place, wg)
+            store_rows(cta, cta.streams.dk, cta.views.dk[None, None, dk_piece(cta.cfg, wg)], coords, wg)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -15,6 +15,7 @@ Why a turnstile is sound, at dQ as well as at dV and dK:
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,7 +29,7 @@ from .bundles import Cta, pieces_per_half
 from .counters import pass_on, turns_taken
 from .debug import await_turn, keep
 from .ptx import bulk_add_f32, bulk_load, bulk_store
-from .rows import tile_at
+from .rows import Coords, tile_at
 from .stamps import cycle, note
 from .tasks import (
     END,
@@ -40,6 +41,20 @@ from .tasks import (
     entry_word,
     half_slot,
 )
+
+
+class Target(NamedTuple):
+    """The tile that a contribution is added to."""
+
+    q_tile: Any  # among the sums
+    plane: Any
+
+
+class SumPart(NamedTuple):
+    """One warpgroup's part of a tile's sum."""
+
+    first: Any  # its first float
+    nbytes: Any
 
 
 @dataclass(frozen=True)
@@ -101,9 +116,10 @@ class DqWriter:
     def contribute(self, writer, entry, flags):
         cta, cfg = self.cta, self.cta.cfg
         lane = cute.arch.lane_idx()
-        q_tile, plane = self.target(entry)
+        target = self.target(entry)
         turn = entry_word(cta, entry, TaskEntry.TURN)
-        counter = cta.streams.counters[plane, q_tile, writer if cfg.counters[0] == 2 else 0, None].iterator
+        column = writer if cfg.counters[0] == 2 else 0
+        counter = cta.streams.counters[target.plane, target.q_tile, column, None].iterator
         if const_expr(cfg.ordered):
             if (flags & FIRST) == 0:
                 if lane == 0:
@@ -119,13 +135,13 @@ class DqWriter:
             self.stamp(writer, entry, "turn", cycle(cta))
         if const_expr(cfg.last_finishes):
             if self.fetches(flags):
-                self.fetch_sum(writer, entry, (q_tile, plane))
+                self.fetch_sum(writer, entry, target)
             if (flags & LAST) != 0:
                 self.store_dq(writer, entry)
             else:
-                self.add_sum(writer, entry, (q_tile, plane), flags)
+                self.add_sum(writer, entry, target, flags)
         else:
-            self.add_sum(writer, entry, (q_tile, plane), flags)
+            self.add_sum(writer, entry, target, flags)
         landed = cycle(cta)
         if const_expr(cfg.ordered):
             if lane == 0:
@@ -141,47 +157,44 @@ class DqWriter:
             note(self.cta, entry + 1, column + 2 * writer if self.cta.cfg.split else column, when)
 
     @cute.jit
-    def fetch_sum(self, writer, entry, where):
+    def fetch_sum(self, writer, entry, target: Target):
         """Loads the partial sum into the free slot. Its arrival gives the slot to the consumers."""
         cta = self.cta
         if cute.arch.lane_idx() == 0:
             for wg in self.halves(writer):
-                half, nbytes = half_slot(entry, wg)[0], self.part(wg)[1]
+                half, nbytes = half_slot(entry, wg)[0], self.part(wg).nbytes
                 cta.bars.expect("dq_empty", half, nbytes)
                 slot, mbar = cta.views.dq[None, half].iterator, cta.bars.at("dq_empty", half)
-                bulk_load(slot, self.sum_of(where, wg), nbytes, mbar)
+                bulk_load(slot, self.sum_of(target, wg), nbytes, mbar)
 
     def target(self, entry):
-        """The q tile among the sums, and the plane."""
         tile = TaskEntry.SUM_TILE if const_expr(self.cta.cfg.packed) else TaskEntry.Q_TILE
-        return entry_word(self.cta, entry, tile), entry_word(self.cta, entry, TaskEntry.PLANE)
+        return Target(entry_word(self.cta, entry, tile), entry_word(self.cta, entry, TaskEntry.PLANE))
 
     def part(self, wg):
-        """One warpgroup's part of a tile's sum: its first float, and its bytes."""
         parts = self.cta.cfg.sum_parts
         # With split turns `wg` is known only when the kernel runs, but then the parts are equal.
-        return wg * parts[0], 4 * (parts[0] if parts[0] == parts[1] else parts[wg])
+        return SumPart(wg * parts[0], 4 * (parts[0] if parts[0] == parts[1] else parts[wg]))
 
-    def sum_of(self, where, wg):
-        q_tile, plane = where
-        return self.cta.streams.dq_sum[plane, q_tile, None].iterator + self.part(wg)[0]
+    def sum_of(self, target: Target, wg):
+        return self.cta.streams.dq_sum[target.plane, target.q_tile, None].iterator + self.part(wg).first
 
     @cute.jit
-    def add_sum(self, writer, entry, where, flags):
+    def add_sum(self, writer, entry, target: Target, flags):
         cta = self.cta
         for wg in self.halves(writer):
-            half, nbytes = half_slot(entry, wg)[0], self.part(wg)[1]
+            half, nbytes = half_slot(entry, wg)[0], self.part(wg).nbytes
             self.await_staged(entry, wg)
             if cute.arch.lane_idx() == 0:
                 src = cta.views.dq[None, half].iterator
                 if const_expr(cta.cfg.debug):
                     keep(cta, entry, self.part(wg), src)
                     # Read again: the writers have too few registers to hold the words until here.
-                    where = self.target(entry)
+                    target = self.target(entry)
                 if (flags & FIRST) != 0:
-                    bulk_store(self.sum_of(where, wg), src, nbytes)
+                    bulk_store(self.sum_of(target, wg), src, nbytes)
                 else:
-                    bulk_add_f32(self.sum_of(where, wg), src, nbytes)
+                    bulk_add_f32(self.sum_of(target, wg), src, nbytes)
                 cute.arch.cp_async_bulk_commit_group()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=not cta.cfg.ordered)
@@ -213,8 +226,9 @@ class DqWriter:
         for wg in self.halves(writer):
             half = half_slot(entry, wg)[0]
             self.await_staged(entry, wg)
-            place = (first + step * wg, 0, head, last) if const_expr(cfg.dq_split_rows) else (first, wg, head, last)
-            store_tile(cta, cta.streams.dq, (cta.views.dq_out, half * pieces_per_half(cfg, 64 * 64)), place)
+            row, column = (first + step * wg, 0) if const_expr(cfg.dq_split_rows) else (first, wg)
+            out = cta.views.dq_out[None, None, half * pieces_per_half(cfg, 64 * 64)]
+            store_tile(cta, cta.streams.dq, out, Coords(row, column, head, last))
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -227,11 +241,12 @@ class DqWriter:
         else:
             words = (GradEntry.KV_TILE, GradEntry.KV_HEAD, GradEntry.BATCH)
         first, head, last = [entry_word(cta, entry, word) for word in words]
-        place = first, 0, head, last
+        coords = Coords(first, 0, head, last)
         for wg in self.halves(writer):
             half = half_slot(entry, wg)[0]
             self.await_staged(entry, wg)
-            store_rows(cta, cta.streams.dv, (cta.views.grad, half * pieces_per_half(cfg, 64 * cfg.dim)), place, wg)
+            staged = cta.views.grad[None, None, half * pieces_per_half(cfg, 64 * cfg.dim)]
+            store_rows(cta, cta.streams.dv, staged, coords, wg)
             cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(cfg.trace):
@@ -285,18 +300,14 @@ class DqWriter:
         cute.arch.sync_warp()
 
 
-def store_rows(cta: Cta, stream, staged, place, wg):
+def store_rows(cta: Cta, stream, staged, coords: Coords, wg):
     """Stores one warpgroup's 64 rows of a dK or dV tile."""
-    first, column, head, last = place
-    first = first + 64 * wg if const_expr(cta.cfg.packed) else first * 2 + wg
-    store_tile(cta, stream, staged, (first, column, head, last))
+    row = coords.row + 64 * wg if const_expr(cta.cfg.packed) else coords.row * 2 + wg
+    store_tile(cta, stream, staged, coords._replace(row=row))
 
 
-def store_tile(cta: Cta, stream, staged, place):
-    """Stores a piece of a tensor in shared memory. `staged` is the tensor and the number of the piece."""
-    atom, tensor = stream
-    smem, piece = staged
-    src = cute.group_modes(smem[None, None, piece], 0, 2)
-    dst = tile_at(cta.cfg, tensor, smem, place)
-    src, dst = cpasync.tma_partition(atom, 0, cute.make_layout(1), src, dst)
-    cute.copy(atom, src, dst)
+def store_tile(cta: Cta, stream, staged, coords: Coords):
+    """Stores a tile from shared memory."""
+    src, dst = cute.group_modes(staged, 0, 2), tile_at(cta.cfg, stream.tma_tensor, staged, coords)
+    src, dst = cpasync.tma_partition(stream.atom, 0, cute.make_layout(1), src, dst)
+    cute.copy(stream.atom, src, dst)

@@ -1,5 +1,7 @@
 """The kernel after the main one, if finish is "postpass": scales the fp32 sums of dQ and rounds them to 16 bits."""
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
@@ -12,6 +14,17 @@ from .bundles import element
 from .rows import batched
 
 THREADS = 128
+
+
+class Corner(NamedTuple):
+    """Where a thread stores its sums: in `grad`, from this row and column on."""
+
+    grad: Any
+    batch: Any
+    head: Any
+    row: Any
+    end: Any  # the first row that is not stored
+    column: Any
 
 
 class Finish:
@@ -55,24 +68,20 @@ class Finish:
             for j in cutlass.range_constexpr(cute.size(pieces.shape[1])):
                 if 512 * j < (cfg.sum_parts[0] if half == 0 else cfg.sum_parts[1]):
                     cute.autovec_copy(pieces[None, j], sums[None, j])
-        store_rounded(cfg, sums, (dq, batch, head), (row, end, first_col), scale)
+        store_rounded(cfg, sums, Corner(dq, batch, head, row, end, first_col), scale)
 
 
 def rows_of(cfg, tiles, tile, height: int, length):
     """The first row of a tile, and one past the last row of its sequence or, in a pack, of the tile."""
     if cutlass.const_expr(cfg.packed):
-        (table,) = tiles
-        first = table[tile, TileRows.FIRST]
-        return first, first + table[tile, TileRows.COUNT]
+        first = tiles[0][tile, TileRows.FIRST]
+        return first, first + tiles[0][tile, TileRows.COUNT]
     return tile * height, length
 
 
 @cute.jit
-def store_rounded(cfg, sums, where, at, scale):
-    """Scales a thread's sums, rounds them and stores them to a head of a tensor. `at` is the thread's first row, the
-    row before which it ends, and its first column."""
-    tensor, batch, head = where
-    row, end, first_col = at
+def store_rounded(cfg, sums, corner: Corner, scale):
+    """Scales a thread's sums, rounds them and stores them."""
     lane = cute.arch.lane_idx() % 4
     half16 = cute.make_rmem_tensor_like(sums, element(cfg))
     half16.store((sums.load() * scale).to(element(cfg)))
@@ -80,9 +89,9 @@ def store_rounded(cfg, sums, where, at, scale):
     for h in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(0, cute.size(words.shape[1]), 4):
             eight = quad_transpose([words[h, j + k] for k in range(4)], lane)
-            col = first_col + 8 * j
-            if row + 8 * h < end and col < cfg.columns:
-                line = tensor[batch, row + 8 * h, head, None]
+            col = corner.column + 8 * j
+            if corner.row + 8 * h < corner.end and col < cfg.columns:
+                line = corner.grad[corner.batch, corner.row + 8 * h, corner.head, None]
                 place = (line.iterator + cute.assume(col, divby=8)).align(16)
                 cute.autovec_copy(eight, cute.make_tensor(cute.recast_ptr(place, dtype=Int32), cute.make_layout(4)))
 

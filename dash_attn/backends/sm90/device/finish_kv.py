@@ -3,6 +3,8 @@
 With panels each panel has sums of its own. The kernel first adds them, in fp32 and in the order of the table `parts`.
 """
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
@@ -12,10 +14,21 @@ from dash_attn.pack import Fold, Part
 
 from ..config import KernelConfig
 from ..cta import CONSUMER_WARPGROUPS, TILE_N
-from .finish import rows_of, store_rounded
+from .finish import Corner, rows_of, store_rounded
 from .rows import batched
 
 THREADS = 128
+
+
+class Share(NamedTuple):
+    """What a thread works on: two rows of one part of a tile's sum."""
+
+    plane: Any
+    tile: Any  # with panels the row of `folds`
+    part: Any
+    wg: Any
+    thread: Any
+    row: Any  # the first of its two rows in the tile
 
 
 class FinishKv:
@@ -44,40 +57,39 @@ class FinishKv:
         tile, part = entry // cfg.chain_entries, entry % cfg.chain_entries
         plane = batch * grads[0].shape[2] + head
         local = wg * 64 + (thread // 32) * 16 + (thread % 32) // 4  # the first of this thread's two rows in the tile
+        share = Share(plane, tile, part, wg, thread, local)
         if const_expr(len(tiles) > 1):
-            mine = self.folded(sums, tiles, (plane, tile, part), (wg, thread, local))
+            mine = self.folded(sums, tiles[0], tiles[1], share)
         else:
-            mine = self.load(sums, (plane, tile, part), (wg, thread))
-        first, end = rows_of(cfg, tiles[:1], tile, TILE_N, grads[0].shape[1])
+            mine = self.load(sums, share)
+        first, end = rows_of(cfg, tiles, tile, TILE_N, grads[0].shape[1])
         row = first + local
         col = (part % cfg.part_entries) * 64 + (thread % 4) * 8
         if part < cfg.part_entries:
-            store_rounded(cfg, mine, (grads[0], batch, head), (row, end, col), Float32(1.0))
+            store_rounded(cfg, mine, Corner(grads[0], batch, head, row, end, col), Float32(1.0))
         else:
-            store_rounded(cfg, mine, (grads[1], batch, head), (row, end, col), scale)
+            store_rounded(cfg, mine, Corner(grads[1], batch, head, row, end, col), scale)
 
-    def load(self, sums, place, who):
+    def load(self, sums, share: Share):
         """This thread's sums, in fragment order: (4, pieces). The last two of four belong to the row 8 below."""
-        cfg, (plane, tile, part), (wg, thread) = self.cfg, place, who
-        offset = cute.assume(wg * cfg.half_floats + thread * 4, divby=4)
+        cfg = self.cfg
+        offset = cute.assume(share.wg * cfg.half_floats + share.thread * 4, divby=4)
         layout = cute.make_layout((4, cfg.half_floats // 512), stride=(1, 512))
         mine = cute.make_rmem_tensor(layout.shape, Float32)
-        cute.autovec_copy(cute.make_tensor((sums[plane, tile, part, None].iterator + offset).align(16), layout), mine)
+        begin = sums[share.plane, share.tile, share.part, None].iterator + offset
+        cute.autovec_copy(cute.make_tensor(begin.align(16), layout), mine)
         return mine
 
     @cute.jit
-    def folded(self, sums, tiles, place, who):
+    def folded(self, sums, folds, parts, share: Share):
         """The sums of all panels. A row that a panel does not have keeps its sum: what lies there is not its own."""
-        folds, parts = tiles
-        plane, fold, part = place
-        wg, thread, local = who
-        begin, count = folds[fold, int(Fold.PART)], folds[fold, int(Fold.PARTS)]
-        total = self.load(sums, (plane, parts[begin, int(Part.KV_TILE)], part), (wg, thread))
+        begin, count = folds[share.tile, int(Fold.PART)], folds[share.tile, int(Fold.PARTS)]
+        total = self.load(sums, share._replace(tile=parts[begin, int(Part.KV_TILE)]))
         for at in cutlass.range(begin + 1, begin + count, unroll=1):
-            more = self.load(sums, (plane, parts[at, int(Part.KV_TILE)], part), (wg, thread))
+            more = self.load(sums, share._replace(tile=parts[at, int(Part.KV_TILE)]))
             rows = parts[at, int(Part.K_ROWS)]
             for h in cutlass.range_constexpr(2):
-                if local + 8 * h < rows:
+                if share.row + 8 * h < rows:
                     for j in cutlass.range_constexpr(cute.size(total.shape[1])):
                         for i in cutlass.range_constexpr(2):
                             total[2 * h + i, j] = total[2 * h + i, j] + more[2 * h + i, j]

@@ -158,15 +158,15 @@ class Gemms:
         warpgroup.fence()
         have = 0 if kept is None else cute.size(kept.shape[2])
         if have:
-            add(self.score_kept, acc, (kept, q), range(have), False)
-        add(self.score, acc, (self.k_a, q), range(have, self.cfg.score_steps), have > 0)
+            add(self.score_kept, acc, kept, q, range(have), False)
+        add(self.score, acc, self.k_a, q, range(have, self.cfg.score_steps), have > 0)
         warpgroup.commit_group()
 
     def issue_dp(self, acc, stage):
         warpgroup.fence()
-        add(self.score, acc, (self.v_a, self.do_b[None, None, None, stage]), range(self.cfg.score_steps), False)
+        add(self.score, acc, self.v_a, self.do_b[None, None, None, stage], range(self.cfg.score_steps), False)
         if self.delta is not None:
-            add(self.delta, acc, (self.minus_a, self.delta_b[None, None, None, stage]), range(1), True)
+            add(self.delta, acc, self.minus_a, self.delta_b[None, None, None, stage], range(1), True)
         warpgroup.commit_group()
 
     def issue_dv(self, acc, p, stage):
@@ -197,13 +197,12 @@ def rounded_pair(kind: str, low, high):
 def issue(mma, acc, a, b, accumulate):
     """Issues one product asynchronously, as one wgmma group."""
     warpgroup.fence()
-    add(mma, acc, (a, b), range(cute.size(a.shape[2])), accumulate)
+    add(mma, acc, a, b, range(cute.size(a.shape[2])), accumulate)
     warpgroup.commit_group()
 
 
-def add(mma, acc, operands, steps: range, accumulate):
+def add(mma, acc, a, b, steps: range, accumulate):
     """Issues some k steps of a product. Each call has an atom of its own, because the atom holds the accumulate bit."""
-    a, b = operands
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for k in steps:

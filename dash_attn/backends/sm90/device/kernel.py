@@ -87,8 +87,8 @@ class BackwardSm90:
         bars = Barriers(mem.mbars.data_ptr())
         cta = Cta(cfg, Views.of(cfg, lay, mem), bars, streams, tables, facts)
         if warp == 0:
-            for atom in (streams.q, streams.do, streams.k, streams.v, streams.dk, streams.dv, streams.dq):
-                cpasync.prefetch_descriptor(atom[0])
+            for stream in (streams.q, streams.do, streams.k, streams.v, streams.dk, streams.dv, streams.dq):
+                cpasync.prefetch_descriptor(stream.atom)
             with cute.arch.elect_one():
                 bars.init(cfg)
             cute.arch.mbarrier_init_fence()

@@ -5,7 +5,7 @@ and col = 2 * (lane % 4).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -16,6 +16,7 @@ from ..cta import TILE_N, WARP
 from .bundles import element
 from .gemms import PAIR, rounded_pair
 from .ptx import fp16_pair
+from .tasks import Lengths
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,22 @@ def slopes16(cfg: KernelConfig, t):
     return slopes
 
 
-def round_with_slopes(gemms, scores, rounded, stage, pairs):
+class Scores(NamedTuple):
+    """A task's P and dP, and room for P and dS in 16 bits."""
+
+    p: Any
+    dp: Any
+    p16: Any
+    ds16: Any
+
+
+def round_with_slopes(gemms, scores: Scores, stage, pairs):
     """P and dS = P * slope * (dP - delta) in 16 bits, for some pairs of delta, an even number of them.
 
-    `scores` are P and dP. The slopes lie in the dS buffer of this stage.
+    The slopes lie in the dS buffer of this stage.
     """
-    p, dp = scores
-    p_words, ds_words = [cute.recast_tensor(x, Int32) for x in rounded]
+    p, dp = scores.p, scores.dp
+    p_words, ds_words = [cute.recast_tensor(x, Int32) for x in (scores.p16, scores.ds16)]
     slopes, kind = cute.make_rmem_tensor_like(dp, element(gemms.cfg)), PAIR[gemms.cfg.dtype]
     words = cute.recast_tensor(slopes, Int32)
     for j, pair in pairs:
@@ -132,30 +142,29 @@ def round_with_slopes(gemms, scores, rounded, stage, pairs):
 
 
 @cute.jit
-def mask_probabilities(cta, p, tile, lengths, thread):
-    """Zeroes P where the mask excludes a key. `tile` is (q tile, kv tile), `lengths` are those of the sequence.
+def mask_probabilities(cta, p, q_tile, kv_tile, lengths: Lengths, thread):
+    """Zeroes P where the mask excludes a key. `lengths` are those of the sequence.
 
     P is masked, not S: masked scores would be -inf, and -inf times 0 is not a number. `p` is (P,) or, with softcap,
     (P in 16 bits, P times its slope).
     """
     cfg, facts = cta.cfg, cta.facts
-    len_q, len_k = lengths
     lane = cute.arch.lane_idx()
-    first_key = tile[1] * TILE_N + (thread // WARP) * 16 + lane // 4
-    first_q = tile[0] * cfg.tile_m + (lane % 4) * 2
+    first_key = kv_tile * TILE_N + (thread // WARP) * 16 + lane // 4
+    first_q = q_tile * cfg.tile_m + (lane % 4) * 2
     if const_expr(cfg.mask == "interval" and cfg.packed):
         for h in cutlass.range_constexpr(2):
             key = first_key + 8 * h
-            place = key - (len_k - len_q) - first_q  # the query at the key's position, counted from first_q
+            place = key - (lengths.k - lengths.q) - first_q  # the query at the key's position, counted from first_q
             low = place - facts.right
-            high = place + facts.left if key < len_k else Int32(-1)  # queries low .. high see the key
+            high = place + facts.left if key < lengths.k else Int32(-1)  # queries low .. high see the key
             for j in cutlass.range_constexpr(cfg.tile_m // 8):
                 for c in cutlass.range_constexpr(2):
                     hide(p, c + 2 * h + 4 * j, 8 * j + c >= low and 8 * j + c <= high)
     elif const_expr(cfg.mask == "interval"):
         for j in cutlass.range_constexpr(cfg.tile_m // 8):
             for c in cutlass.range_constexpr(2):
-                row = cutlass.min(first_q + 8 * j + c, len_q - 1)  # beyond the sequence P is 0 already
+                row = cutlass.min(first_q + 8 * j + c, lengths.q - 1)  # beyond the sequence P is 0 already
                 lo, hi = cta.streams.row_lo[row], cta.streams.row_hi[row]
                 for h in cutlass.range_constexpr(2):
                     key = first_key + 8 * h
@@ -165,8 +174,8 @@ def mask_probabilities(cta, p, tile, lengths, thread):
             key = first_key + 8 * h
             first_seen = Int32(0)  # queries before this one do not see the key
             if const_expr(cfg.mask == "causal"):
-                first_seen = key - (len_k - len_q) - first_q
-            first_seen = first_seen if key < len_k else Int32(cfg.tile_m)
+                first_seen = key - (lengths.k - lengths.q) - first_q
+            first_seen = first_seen if key < lengths.k else Int32(cfg.tile_m)
             for j in cutlass.range_constexpr(cfg.tile_m // 8):
                 for c in cutlass.range_constexpr(2):
                     hide(p, c + 2 * h + 4 * j, 8 * j + c >= first_seen)

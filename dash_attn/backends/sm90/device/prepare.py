@@ -8,6 +8,8 @@ One CTA works on a q tile of one head and batch. Neighbouring CTAs have neighbou
 end of the sequence get LSE = +inf, so their P is 0.
 """
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
@@ -21,6 +23,19 @@ LOG2_E = 1.4426950408889634
 THREADS = 256
 
 
+class Inputs(NamedTuple):
+    dout: Any
+    out: Any
+    lse: Any
+    dlse: Any = ()
+
+
+class Outputs(NamedTuple):
+    lse2: Any
+    delta: Any
+    counters: Any
+
+
 class Prepare:
     def __init__(self, cfg: KernelConfig, with_dlse: bool = False):
         self.cfg, self.with_dlse = cfg, with_dlse
@@ -32,19 +47,18 @@ class Prepare:
         stats: those of workspace.Workspace; dq_sum is left alone
         extra: `words` of a pack or of cut chains, which are set to zero; then rows of the q tiles of a pack
         """
-        inputs = tuple(batched(self.cfg, t) for t in inputs)
-        batch, _, heads, _ = inputs[0].shape
+        inputs = Inputs(*(batched(self.cfg, t) for t in inputs))
+        batch, _, heads, _ = inputs.dout.shape
         lse2, delta, _, counters = stats
-        n_q = counters.shape[1]
-        self.kernel(inputs, (lse2, delta, counters), extra).launch(
-            grid=[heads * n_q, batch, 1], block=[THREADS, 1, 1], stream=stream
+        grid = [heads * counters.shape[1], batch, 1]
+        self.kernel(inputs, Outputs(lse2, delta, counters), extra).launch(
+            grid=grid, block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, inputs: tuple, outputs: tuple, extra: tuple):
+    def kernel(self, inputs: Inputs, outputs: Outputs, extra: tuple):
         cfg = self.cfg
-        dout, out, lse, *given = inputs
-        lse2, delta, counters = outputs
+        dout, counters = inputs.dout, outputs.counters
         at, batch, _ = cute.arch.block_idx()
         tile, head = at // dout.shape[2], at % dout.shape[2]
         thread = cute.arch.thread_idx()[0]
@@ -61,10 +75,10 @@ class Prepare:
         rows = [first + mine + i * step for i in range(passes)]
         clipped = [cutlass.min(row, end - 1) for row in rows]
         piece_read = piece if pieces == lanes else cutlass.min(piece, pieces - 1)
-        logs = [lse[batch, head, row] * LOG2_E for row in clipped]
+        logs = [inputs.lse[batch, head, row] * LOG2_E for row in clipped]
         if cutlass.const_expr(self.with_dlse):
-            dlogs = [given[0][batch, head, row] for row in clipped]
-        pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, out)] for row in clipped]
+            dlogs = [inputs.dlse[batch, head, row] for row in clipped]
+        pairs = [[self.load(t[batch, row, head, None], piece_read) for t in (dout, inputs.out)] for row in clipped]
         for i in cutlass.range_constexpr(passes):
             row = rows[i]
             part = dot(*pairs[i])
@@ -78,8 +92,8 @@ class Prepare:
                 # A row that sees no key has LSE = -inf, which would make its P infinite. Its P is masked later.
                 value = logs[i] if logs[i] != -Float32.inf else Float32(0.0)
                 at = tile * cfg.tile_m + mine + i * step
-                lse2[plane, at] = value if row < end else Float32.inf
-                delta[plane, at] = total if row < end else Float32(0.0)
+                outputs.lse2[plane, at] = value if row < end else Float32.inf
+                outputs.delta[plane, at] = total if row < end else Float32(0.0)
 
     def load(self, line, piece):
         src = cute.make_tensor((line.iterator + cute.assume(piece * 8, divby=8)).align(16), cute.make_layout(8))

@@ -19,7 +19,7 @@ from ..cta import TILE_N, WARP, WRITERS
 from ..smem_plan import Info
 from .bundles import Cta
 from .ptx import bulk_load
-from .rows import FAR, tile_at
+from .rows import FAR, Coords, tile_at
 from .stamps import note, stamp
 from .tasks import (
     BEGINS,
@@ -54,6 +54,16 @@ class ChainPlace(NamedTuple):
     chain: Any
     panel: Any
     owner: Any
+
+
+class TaskPlace(NamedTuple):
+    """A task as the producer names it."""
+
+    flags: Any
+    q_tile: Any
+    turn: Any
+    head: Any
+    owner: Any  # as in ChainPlace
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ class Producer:
             while left > 0:
                 flags = run_flags + self.turn_flags(place.owner, q_tile, turn)
                 flags = flags + ENDS if (runs == 1 and left == 1) else flags
-                self.load_task(task, task + i * ends, (flags, q_tile, turn), (head, place.owner))
+                self.load_task(task, task + i * ends, TaskPlace(flags, q_tile, turn, head, place.owner))
                 # The first Q and dO of a chain are loaded while the chain before still uses its K and V.
                 if (run_flags & BEGINS) != 0:
                     self.load_kv(i, place, runs)
@@ -211,55 +221,53 @@ class Producer:
         return flags
 
     @cute.jit
-    def load_task(self, task, entry, words, place):
+    def load_task(self, task, entry, place: TaskPlace):
         """Loads Q, LSE, dO and delta of a task into its stage, after the consumers have left it."""
         cta, cfg, streams = self.cta, self.cta.cfg, self.cta.streams
         stage, phase = stage_of(task)
         free = phase ^ 1
-        flags, q_tile, turn = words
-        head, owner = place
         lane = cute.arch.lane_idx()
         tile_bytes, row_bytes = cfg.tile_m * cfg.dim * 2, cfg.tile_m * 4
         split = row_bytes if const_expr(cfg.delta_in_product) else 0  # delta comes with Q, and the dK writer splits it
         if const_expr(cfg.packed):
-            plane, sum_tile = head, q_tile + doc_word(cta, owner, Doc.Q_TILE)
-            rows = doc_word(cta, owner, Doc.Q_ROWS)
-            first, last = FAR - rows + q_tile * cfg.tile_m, doc_word(cta, owner, Doc.Q_ROW) + rows
-            entry_words = (flags, q_tile, plane, turn, sum_tile, first, last)
+            plane, sum_tile = place.head, place.q_tile + doc_word(cta, place.owner, Doc.Q_TILE)
+            rows = doc_word(cta, place.owner, Doc.Q_ROWS)
+            first, last = FAR - rows + place.q_tile * cfg.tile_m, doc_word(cta, place.owner, Doc.Q_ROW) + rows
+            words = (place.flags, place.q_tile, plane, place.turn, sum_tile, first, last)
         else:
-            plane, sum_tile, first, last = owner * cta.facts.heads_q + head, q_tile, q_tile, owner
-            entry_words = (flags, q_tile, plane, turn)
+            plane = place.owner * cta.facts.heads_q + place.head
+            sum_tile, first, last = place.q_tile, place.q_tile, place.owner
+            words = (place.flags, place.q_tile, plane, place.turn)
         cta.bars.wait("q_empty", stage, free)
         if lane == 0:
             # Consumers read the entry after q_full, so it is written before the arrival there.
-            publish(cta, entry, entry_words)
+            publish(cta, entry, words)
             if const_expr(cfg.trace):
                 stamp(cta, entry, "loaded")
             cta.bars.expect("q_full", stage, tile_bytes + row_bytes + split)
-            self.load_row(streams.lse, cta.views.lse, (plane, sum_tile, stage), "q_full")
+            self.load_row(streams.lse[plane, None], cta.views.lse, sum_tile, stage, "q_full")
             if const_expr(cfg.delta_in_product):
-                self.load_row(streams.delta, cta.views.delta, (plane, sum_tile, stage), "q_full")
-        place = (first, 0, head, last)
-        self.load_tile(streams.q, cta.views.q[None, None, stage], place, cta.bars.at("q_full", stage))
+                self.load_row(streams.delta[plane, None], cta.views.delta, sum_tile, stage, "q_full")
+        loaded = Coords(first, 0, place.head, last)
+        self.load_tile(streams.q, cta.views.q[None, None, stage], loaded, cta.bars.at("q_full", stage))
         cta.bars.wait("do_empty", stage, free)
         if lane == 0:
             cta.bars.expect("do_full", stage, tile_bytes + row_bytes - split)
             if const_expr(not cfg.delta_in_product):
-                self.load_row(streams.delta, cta.views.delta, (plane, sum_tile, stage), "do_full")
-        self.load_tile(streams.do, cta.views.do[None, None, stage], place, cta.bars.at("do_full", stage))
+                self.load_row(streams.delta[plane, None], cta.views.delta, sum_tile, stage, "do_full")
+        self.load_tile(streams.do, cta.views.do[None, None, stage], loaded, cta.bars.at("do_full", stage))
 
-    def load_row(self, stream, smem, place, name):
+    def load_row(self, stats, smem, tile, stage, name):
         """Starts the load of a number for each query of a tile. One lane."""
-        cfg, (plane, tile, stage) = self.cta.cfg, place
-        dst, src = smem[None, stage].iterator, stream[plane, None].iterator + tile * cfg.tile_m
-        bulk_load(dst, src, 4 * cfg.tile_m, self.cta.bars.at(name, stage))
+        tile_m = self.cta.cfg.tile_m
+        dst, src = smem[None, stage].iterator, stats.iterator + tile * tile_m
+        bulk_load(dst, src, 4 * tile_m, self.cta.bars.at(name, stage))
 
-    def load_tile(self, stream, smem, place, mbar):
+    def load_tile(self, stream, smem, coords: Coords, mbar):
         """Starts the load of one tile of Q, dO, K or V."""
-        atom, tensor = stream
-        src = tile_at(self.cta.cfg, tensor, smem, place)
-        dst, src = cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), src)
-        cute.copy(atom, src, dst, tma_bar_ptr=mbar)
+        src = tile_at(self.cta.cfg, stream.tma_tensor, smem, coords)
+        dst, src = cpasync.tma_partition(stream.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), src)
+        cute.copy(stream.atom, src, dst, tma_bar_ptr=mbar)
 
     @cute.jit
     def load_kv(self, i, place: ChainPlace, runs):
@@ -274,7 +282,8 @@ class Producer:
             rows = doc_word(cta, place.owner, Doc.K_ROWS)
             first, last = FAR - rows + kv_tile * TILE_N, doc_word(cta, place.owner, Doc.K_ROW) + rows
         # In a build for cut chains the panel is a q head.
-        loaded = (first, 0, place.panel // cta.facts.group if const_expr(cfg.cut) else place.panel, last)
+        head = place.panel // cta.facts.group if const_expr(cfg.cut) else place.panel
+        loaded = Coords(first, 0, head, last)
         free = (i & 1) ^ 1
         lane = cute.arch.lane_idx()
         nbytes = TILE_N * cfg.dim * 2

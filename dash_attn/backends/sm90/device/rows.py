@@ -10,12 +10,23 @@ begins at row `first` of the tensor has the coordinates
 The rows r = n, n + 1, ... have coordinates outside of the FAR rows. TMA loads zeros for them and does not store them.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Int64, const_expr
 
 from ..config import KernelConfig
 
 FAR = 1 << 30
+
+
+class Coords(NamedTuple):
+    """Where a tile lies in a described tensor."""
+
+    row: Any  # in a batch counted in tiles
+    column: Any  # counted in tiles
+    head: Any
+    last: Any  # batch entry, in a pack the shift
 
 
 def batched(cfg: KernelConfig, t):
@@ -36,13 +47,9 @@ def described(cfg: KernelConfig, t):
     )
 
 
-def tile_at(cfg: KernelConfig, tensor, smem, place):
-    """The tile of a described tensor that a tensor in shared memory holds.
-
-    `place` is (tile, column tile, head, batch), in a pack (row, column tile, head, shift).
-    """
-    first, column, head, last = place
+def tile_at(cfg: KernelConfig, tensor, smem, coords: Coords):
+    """The tile of a described tensor that a tensor in shared memory holds."""
     shape = (cute.size(smem, mode=[0]), cute.size(smem, mode=[1]))
     if const_expr(cfg.packed):
-        tensor, first = cute.domain_offset((first, 0, 0, 0), tensor), 0
-    return cute.group_modes(cute.local_tile(tensor, shape, (first, column, head, last)), 0, 2)
+        tensor, coords = cute.domain_offset((coords.row, 0, 0, 0), tensor), coords._replace(row=0)
+    return cute.group_modes(cute.local_tile(tensor, shape, coords), 0, 2)

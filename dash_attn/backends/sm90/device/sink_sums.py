@@ -25,12 +25,13 @@ class SinkSums:
         """stats: those of workspace.Workspace, after `prepare`
         sinks, dsinks: (heads)
         """
-        self.kernel(stats[:2], sinks, dsinks).launch(grid=[sinks.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream)
+        lse2, delta, *_ = stats
+        grid = [sinks.shape[0], 1, 1]
+        self.kernel(lse2, delta, sinks, dsinks).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, stats: tuple, sinks: cute.Tensor, dsinks: cute.Tensor):
+    def kernel(self, lse2: cute.Tensor, delta: cute.Tensor, sinks: cute.Tensor, dsinks: cute.Tensor):
         """One CTA works on a head. Which rows a thread adds, and in which order, follows from the shapes alone."""
-        lse2, delta = stats
         head, thread = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
         sink = sinks[head] * LOG2_E
         total = Float32(0.0)

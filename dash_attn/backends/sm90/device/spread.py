@@ -29,13 +29,12 @@ class Spread:
     def kernel(self, sources: tuple, copies: tuple, pieces: cute.Tensor):
         at, head, _ = cute.arch.block_idx()
         if at < pieces.shape[0]:
-            self.copy((sources[0], copies[0]), head, pieces, at)
+            self.copy(sources[0], copies[0], head, pieces, at)
         else:
-            self.copy((sources[1], copies[1]), head, pieces, at - pieces.shape[0])
+            self.copy(sources[1], copies[1], head, pieces, at - pieces.shape[0])
 
     @cute.jit
-    def copy(self, tensors, head, pieces, at):
-        source, copy = tensors
+    def copy(self, source, copy, head, pieces, at):
         first, filled = pieces[at, int(Piece.SOURCE)], pieces[at, int(Piece.FILLED)]
         to, rows = pieces[at, int(Piece.COPY)], pieces[at, int(Piece.ROWS)]
         width = self.cfg.columns // 8  # a thread copies 16 bytes at a time

@@ -12,6 +12,8 @@ A worker counts its tasks, its chains and its entries from 0. Task t of chain c 
 because every chain before has entries for its end beside those of its tasks.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
@@ -21,6 +23,7 @@ from dash_attn.program import Chain, Run
 from ..cta import RING
 from ..smem_plan import GradEntry, Info, TaskEntry
 from .bundles import Cta
+from .rows import Coords
 
 RING_BITS = RING.bit_length() - 1
 
@@ -76,22 +79,26 @@ def bundle_word(cta: Cta, bundle, column: PackedBundle):
     return cta.tables.bundles[bundle, int(column)]
 
 
-def kv_place(cta: Cta, parity):
-    """Where the K and V of the chain with this parity lie: (kv tile, column tile 0, kv head, batch), in a pack (row,
-    0, kv head, shift)."""
+def kv_coords(cta: Cta, parity):
+    """Of the K and V of the chain with this parity."""
     if const_expr(cta.cfg.packed):
         words = (Info.ROW, Info.KV_HEAD, Info.SHIFT)
     else:
         words = (Info.KV_TILE, Info.KV_HEAD, Info.BATCH)
     first, head, last = (info_word(cta, parity, word) for word in words)
-    return first, 0, head, last
+    return Coords(first, 0, head, last)
+
+
+class Lengths(NamedTuple):
+    q: Any
+    k: Any
 
 
 def lengths(cta: Cta, parity):
     """Queries and keys of the sequence of the chain with this parity."""
     if const_expr(cta.cfg.packed):
-        return info_word(cta, parity, Info.LEN_Q), info_word(cta, parity, Info.LEN_K)
-    return cta.facts.seqlen_q, cta.facts.seqlen_k
+        return Lengths(info_word(cta, parity, Info.LEN_Q), info_word(cta, parity, Info.LEN_K))
+    return Lengths(cta.facts.seqlen_q, cta.facts.seqlen_k)
 
 
 def stage_of(task):
