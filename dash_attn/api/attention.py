@@ -23,7 +23,7 @@ from dash_attn.api.arguments import (
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed, is_plain, traced_extras
-from dash_attn.api.ops import Order, Posed
+from dash_attn.api.ops import OrderArguments, Posed
 from dash_attn.backends import Extras, Operands, Options
 from dash_attn.problem import Mask
 
@@ -117,7 +117,7 @@ class Plain(NamedTuple):
     """The arguments of a traced call that are no tensors. Without `with_lse`, lse has no gradient."""
 
     posed: Posed
-    order: Order
+    order_arguments: OrderArguments
     softcap: float
     dropout: float
     with_lse: bool
@@ -139,9 +139,9 @@ class TracedAttention(torch.autograd.Function):
         seed: Tensor | None,
         plain: Plain,
     ) -> tuple[Tensor, Tensor]:
-        posed, order, softcap, dropout, _ = plain
+        posed, order_arguments, softcap, dropout, _ = plain
         features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout}
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, **posed._asdict(), panels=order.panels, **features)
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, **posed._asdict(), panels=order_arguments.panels, **features)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, seed)
         if not plain.with_lse:
             ctx.mark_non_differentiable(lse)
@@ -150,13 +150,13 @@ class TracedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        posed, order, softcap, dropout, with_lse = ctx.plain
+        posed, order_arguments, softcap, dropout, with_lse = ctx.plain
         q, k, v, out, lse, cu_q, cu_k, sinks, seed = ctx.saved_tensors
         given = dlse if with_lse else None
         features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout, "dlse": given}
         needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
-            plain = {**posed._asdict(), **order._asdict()}
+            plain = {**posed._asdict(), **order_arguments._asdict()}
             grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, **plain, **features)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
@@ -395,16 +395,16 @@ def _traced(
 
 def plain_of(mask: Mask, asked: Arguments, with_lse: bool) -> Plain:
     softcap, dropout = (0.0, 0.0) if asked.features is None else (asked.features.softcap, asked.features.dropout)
-    return Plain(Posed.of(mask, asked.scale), order_of(asked), softcap, dropout, with_lse)
+    return Plain(Posed.of(mask, asked.scale), order_arguments_of(asked), softcap, dropout, with_lse)
 
 
-def order_of(asked: Arguments) -> Order:
+def order_arguments_of(asked: Arguments) -> OrderArguments:
     if not isinstance(asked.policy, str):  # checked before: it is a Program
         raise NotImplementedError(
             "policy is a program, which torch.compile, dispatch modes and tensor subclasses do not take: give the name "
             "of a policy, or call attention outside of them"
         )
-    return Order(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
+    return OrderArguments(asked.policy, asked.deterministic, asked.sm_margin, asked.panels)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

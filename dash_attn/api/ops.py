@@ -63,7 +63,7 @@ class Posed(NamedTuple):
         )
 
 
-class Order(NamedTuple):
+class OrderArguments(NamedTuple):
     """The arguments that fix the order and not the answer, in types that an operator can take."""
 
     policy: str = "auto"
@@ -93,7 +93,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     posed = Posed(left, right, list(documents), tiles, scale, rows)
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, Order(panels=panels), features)
+    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, OrderArguments(panels=panels), features)
     return prepared.forward(q, k, v, _extras(sinks, seed, None))
 
 
@@ -124,12 +124,12 @@ def backward(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sinks. Without sinks the last one is empty."""
-    posed, order = (
+    posed, order_arguments = (
         Posed(left, right, list(documents), tiles, scale, rows),
-        Order(policy, deterministic, sm_margin, panels),
+        OrderArguments(policy, deterministic, sm_margin, panels),
     )
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, order, features)
+    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, order_arguments, features)
     extras, dsinks = _extras(sinks, seed, dlse), _sink_room(q, sinks)
     if sinks is not None and extras is not None:
         extras = extras._replace(dsinks=dsinks)
@@ -172,19 +172,19 @@ def _prepared(
     k: Tensor,
     boundaries: tuple[Tensor | None, Tensor | None],
     posed: Posed,
-    order: Order,
+    order_arguments: OrderArguments,
     features: Features,
 ) -> Prepared:
     # Compiled code passes None on, so that the setting at the call counts, not the setting at compilation.
-    options = Options(wants_determinism(order.deterministic), order.sm_margin)
+    options = Options(wants_determinism(order_arguments.deterministic), order_arguments.sm_margin)
     plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.rows)
-    ordered = (order.policy, order.panels, options)
+    ordered = (order_arguments.policy, order_arguments.panels, options)
     key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, ordered, features)
 
     def checked() -> Prepared:
         cu_q, cu_k = boundaries
         packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, words=BOTH_CU), q, k)
-        problem = pose(q, k, posed.mask() & packing, posed.scale, order.panels, features)
-        return prepare(problem, order.policy, options, q.device)
+        problem = pose(q, k, posed.mask() & packing, posed.scale, order_arguments.panels, features)
+        return prepare(problem, order_arguments.policy, options, q.device)
 
     return recall(key, checked)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
-from dash_attn.api.attention import autocast, order_of
+from dash_attn.api.attention import autocast, order_arguments_of
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Posed, sink_gradient
@@ -200,7 +200,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         extras = given.extras(q)
         Layout(sharing.layout, ranks.size, asked.panels)  # it checks the panels
         ways = _ways(ranks, sharing.mode, k.shape[-2])
-        posed, order = Posed.of(mask_of(asked), asked.scale), order_of(asked)
+        posed, order_arguments = Posed.of(mask_of(asked), asked.scale), order_arguments_of(asked)
         if not torch.compiler.is_compiling():
             backend_for(q.device)
         around = Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed)
@@ -208,7 +208,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         if not torch.compiler.is_compiling():
             refuse(ranks, error, ranks.device(q, k, v))
         raise
-    return Terms(posed, order, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
+    return Terms(posed, order_arguments, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
 
 
 def _ways(ranks: Ranks, mode: str, heads_kv: int) -> int:

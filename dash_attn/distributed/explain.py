@@ -18,7 +18,7 @@ from dash_attn.problem import Mask
 
 
 @dataclass(frozen=True)
-class Explanation:
+class RankExplanation:
     """What a call does on this rank.
 
     heads_over       the number of ranks that share the heads of a sequence
@@ -74,7 +74,7 @@ def explain(
     seed: Seed | None = None,
     policy: str = "auto",
     deterministic: bool | None = None,
-) -> Explanation:
+) -> RankExplanation:
     """Explain a call of `context_parallel_attention` with the same arguments. All ranks call it at the same time."""
     ranks = ranks_of(group)
     panels = usual_panels(ranks.size) if panels is None else panels
@@ -89,7 +89,7 @@ def explain(
     load = tokens.load()
     spans = Rank(problem, layout, ranks.size, ways, ranks.number).spans(Cluster())
     seconds = spans.forward + spans.backward
-    return Explanation(
+    return RankExplanation(
         ranks.size,
         ways,
         tokens.axis.size,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, documents_of, pose, wants_determinism
 from dash_attn.api.calls import read
-from dash_attn.api.ops import Order, Posed
+from dash_attn.api.ops import OrderArguments, Posed
 from dash_attn.backends import Extras, Gradients, Operands, Options, backend_for
 from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import Layout
@@ -43,7 +43,7 @@ class Terms(NamedTuple):
     """
 
     posed: Posed
-    order: Order
+    order_arguments: OrderArguments
     groups: tuple[str, ...]
     ways: int
     layout: str
@@ -54,7 +54,7 @@ class Terms(NamedTuple):
         """As an operator takes it. torch.compile traces this."""
         (left, right, documents, tiles, scale, rows), (policy, deterministic, sm_margin, panels) = (
             self.posed,
-            self.order,
+            self.order_arguments,
         )
         numbers = (left, right, scale, deterministic, sm_margin, panels, self.ways, self.softcap, self.dropout)
         cu = " ".join([str(x) for x in documents])
@@ -69,8 +69,10 @@ class Terms(NamedTuple):
         tiles, rows, policy, layout, *groups = others
         factor = None if scale == "None" else float(scale)
         posed = Posed(int(left), int(right), [int(x) for x in cu.split()], tiles, factor, rows)
-        order = Order(policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels))
-        return Terms(posed, order, tuple(groups), int(ways), layout, float(softcap), float(dropout))
+        order_arguments = OrderArguments(
+            policy, {"None": None, "True": True, "False": False}[deterministic], int(sm_margin), int(panels)
+        )
+        return Terms(posed, order_arguments, tuple(groups), int(ways), layout, float(softcap), float(dropout))
 
 
 class Shape(NamedTuple):
@@ -99,7 +101,7 @@ class Around(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AgreedCall:
     """A call on which the ranks agree: the exchange of q and of k over heads, and the attention over tokens."""
 
     q: Heads
@@ -220,11 +222,12 @@ class Asks(NamedTuple):
     has_dlse: bool = False
 
 
-def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, asks: Asks) -> tuple[Call, int]:
+def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, asks: Asks) -> tuple[AgreedCall, int]:
     """The call and its turn, after all ranks have agreed on it."""
     ranks = Ranks.named(terms.groups)
     cu = tuple(None if x is None else read(x) for x in around[:2])
-    posed, order = terms.posed, terms.order._replace(deterministic=wants_determinism(terms.order.deterministic))
+    posed, order_arguments = terms.posed, terms.order_arguments
+    order_arguments = order_arguments._replace(deterministic=wants_determinism(order_arguments.deterministic))
     met = meet(
         ranks,
         asks.call,
@@ -243,11 +246,12 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, as
             "sinks": "not given" if around.sinks is None else around.sinks.tolist(),
             "dropout": terms.dropout,
             "seed": None if around.seed is None else around.seed.tolist(),
-            "policy": order.policy,
-            "deterministic": order.deterministic,
+            "policy": order_arguments.policy,
+            "deterministic": order_arguments.deterministic,
             # Without an order, strict torch is an error. It comes on all ranks or on none.
-            "torch.use_deterministic_algorithms": order.deterministic or torch.are_deterministic_algorithms_enabled(),
-            "panels and layout": (order.panels, terms.layout),
+            "torch.use_deterministic_algorithms": order_arguments.deterministic
+            or torch.are_deterministic_algorithms_enabled(),
+            "panels and layout": (order_arguments.panels, terms.layout),
             "number of ranks that share heads (mode)": terms.ways,
             "gradient of lse": "given" if asks.has_dlse else "not given (add 0 * lse.sum() to the loss)",
         },
@@ -257,7 +261,8 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, as
     )
     dim_v = None if shape.dim_v == shape.dim else shape.dim_v
     features = Features(terms.softcap, around.sinks is not None, terms.dropout, dim_v)
-    return _call(shape, tuple(met.rows), cu, terms._replace(order=order).text(), features, ranks), met.turn
+    text = terms._replace(order_arguments=order_arguments).text()
+    return _call(shape, tuple(met.rows), cu, text, features, ranks), met.turn
 
 
 @kept(growing=lambda call: call.tokens.whole)
@@ -268,9 +273,9 @@ def _call(
     terms: str,
     features: Features,
     ranks: Ranks,
-) -> Call:
+) -> AgreedCall:
     said = Terms.read(terms)
-    panels = said.order.panels
+    panels = said.order_arguments.panels
     layout = Layout(said.layout, ranks.size, panels)
     totals = tuple(sum(each) for each in zip(*rows, strict=True))
     for name, mine, total in zip(("q", "k"), zip(*rows, strict=True), totals, strict=True):
@@ -286,10 +291,10 @@ def _call(
     )
     packing = documents_of(Arguments(cu_q=cu[0], cu_k=cu[1]), whole_q, whole_k)
     problem = pose(whole_q, whole_k, said.posed.mask() & packing, said.posed.scale, panels, features)
-    options = Options(bool(said.order.deterministic), said.order.sm_margin)
-    whole = prepare(problem, said.order.policy, options, shape.device)
+    options = Options(bool(said.order_arguments.deterministic), said.order_arguments.sm_margin)
+    whole = prepare(problem, said.order_arguments.policy, options, shape.device)
     whole.require_order()  # an error here comes on all ranks, before tensors are sent
     own = Tokens(whole, tokens, Layout(said.layout, tokens.size, panels))
     own.require_panels()
     q, k = (Heads.of(heads, layout, total, ranks.number) for total in totals)
-    return Call(q, k, own)
+    return AgreedCall(q, k, own)

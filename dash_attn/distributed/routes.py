@@ -11,7 +11,7 @@ from dash_attn.problem import Panel, Problem
 
 
 @dataclass(frozen=True)
-class Part:
+class Addend:
     """Rows that travel: those of one panel that one rank holds.
 
     source  the rank that computes the panel
@@ -32,14 +32,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Sum:
-    """Keys of one sequence that one rank holds, and the parts that are added there: last queries first.
+    """Keys of one sequence that one rank holds, and the addends that are added there: last queries first.
 
-    `rows` are counted in the rank's own tensor, flattened over the batch. All parts begin at the first of these keys.
-    The first part has all of them.
+    `rows` are counted in the rank's own tensor, flattened over the batch. All addends begin at the first of these keys.
+    The first addend has all of them.
     """
 
     rows: Range
-    parts: tuple[Part, ...]
+    addends: tuple[Addend, ...]
 
 
 @dataclass(frozen=True)
@@ -48,26 +48,27 @@ class Routes:
 
     panels    its panels. q_row counts its own rows, flattened over the batch
     sums      the sums over its own keys. Keys outside of all sums have gradient 0
-    sent      for each rank, the parts that travel there
+    sent      for each rank, the addends that travel there
     received  for each rank, the number of rows that come from there
     """
 
     panels: tuple[Panel, ...]
     sums: tuple[Sum, ...]
-    sent: tuple[tuple[Part, ...], ...]
+    sent: tuple[tuple[Addend, ...], ...]
     received: tuple[int, ...]
 
     @staticmethod
     def of(problem: Problem, layout: Layout, rank: int) -> Routes:
         panels, place = _panels(problem, layout)
-        # All parts between all ranks would be many: those to this rank, and those from it, are enough.
+        # All addends between all ranks would be many: those to this rank, and those from it, are enough.
         mine = {sequence: [each for each in every if each[0] == rank] for sequence, every in place.items()}
         sent = [
-            [part for each in _sums(problem, layout, mine, to) for part in each.parts] for to in range(layout.ranks)
+            [addend for each in _sums(problem, layout, mine, to) for addend in each.addends]
+            for to in range(layout.ranks)
         ]
         sums, received = _sums(problem, layout, place, rank), [0] * layout.ranks
-        for part in (part for each in sums for part in each.parts):
-            received[part.source] += part.count
+        for addend in (addend for each in sums for addend in each.addends):
+            received[addend.source] += addend.count
         return Routes(panels[rank], _joined(sums), tuple(map(tuple, sent)), tuple(received))
 
 
@@ -109,31 +110,31 @@ def _sums(problem: Problem, layout: Layout, place: dict[int, list[tuple[int, int
     for number, sequence in enumerate(problem.sequences):
         batch, begin = divmod(sequence.k_row, problem.len_k) if problem.len_k else (0, 0)
         for rows, (own, _) in layout.rows(problem.len_k, to, (begin, begin + sequence.len_k)):
-            parts = list[Part]()
+            addends = list[Addend]()
             for source, panel_number, panel in place.get(number, ()):
                 count = min(rows[1], begin + panel.len_k) - rows[0]
                 if count > 0:
                     first = rows[0] - begin
-                    parts.append(Part(source, panel_number, (first, first + count), counts[source]))
+                    addends.append(Addend(source, panel_number, (first, first + count), counts[source]))
                     counts[source] += count
-            if parts:
+            if addends:
                 first = batch * length + own
-                sums.append(Sum((first, first + rows[1] - rows[0]), tuple(parts)))
+                sums.append(Sum((first, first + rows[1] - rows[0]), tuple(addends)))
     return tuple(sums)
 
 
 def _joined(sums: tuple[Sum, ...]) -> tuple[Sum, ...]:
-    """Neighbouring sums of one part each, from one rank, as one sum. A pack of short documents has many of them."""
+    """Neighbouring sums of one addend each, from one rank, as one sum. A pack of short documents has many of them."""
     joined = list[Sum]()
     for each in sums:
-        if joined and len(each.parts) == len(joined[-1].parts) == 1:
-            (part,), (last,) = each.parts, joined[-1].parts
+        if joined and len(each.addends) == len(joined[-1].addends) == 1:
+            (addend,), (last,) = each.addends, joined[-1].addends
             if (
                 joined[-1].rows[1] == each.rows[0]
-                and part.source == last.source
-                and last.first + last.count == part.first
+                and addend.source == last.source
+                and last.first + last.count == addend.first
             ):
-                rows = (last.rows[0], last.rows[1] + part.count)
+                rows = (last.rows[0], last.rows[1] + addend.count)
                 joined[-1] = Sum((joined[-1].rows[0], each.rows[1]), (replace(last, rows=rows),))
                 continue
         joined.append(each)

@@ -232,7 +232,7 @@ class Rank:
         """What the attention over tokens sends and holds, and the bytes of dK and dV to each rank."""
         number, routes, problem = self.number // self.ways, self._routes, self.problem
         row = 4 * (problem.dim + problem.dim_v) * problem.heads_kv
-        to = [row * sum(part.count for part in parts) * (i != number) for i, parts in enumerate(routes.sent)]
+        to = [row * sum(addend.count for addend in addends) * (i != number) for i, addends in enumerate(routes.sent)]
         is_part = self.ways > 1 and not self.on_mesh
         return load_of(problem, self._tokens(), routes, number, is_part), to
 

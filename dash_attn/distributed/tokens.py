@@ -74,7 +74,7 @@ def load_of(problem: Problem, layout: Layout, routes: Routes, rank: int, is_part
     share = problem.batch * sum(trip_rows(problem, layout))
     # Rows that are gathered, and that are sent: once, or to each rank by itself. The next heads are under way too.
     moved = min(2, len(chunks)) * share * (layout.ranks + 1 + is_part * layout.ranks)
-    to = [sum(part.count for part in parts) for parts in routes.sent]
+    to = [sum(addend.count for addend in addends) for addends in routes.sent]
     rows = sum(panel.len_k for panel in routes.panels) + sum(to) + sum(routes.received)
     width, at_once = ((problem.dim + problem.dim_v) * heads for heads in (problem.heads_kv, chunks[0].heads[1]))
     return Load(
@@ -233,13 +233,13 @@ class Tokens:
         routes, widths = self.routes, [x.shape[2] * x.shape[3] for x in into]
         # For each rank first the rows of dK, then those of dV.
         rows = [
-            sums[part.panel][which][0, slice(*part.rows)].flatten()
-            for parts in routes.sent
+            sums[addend.panel][which][0, slice(*addend.rows)].flatten()
+            for addends in routes.sent
             for which in range(2)
-            for part in parts
+            for addend in addends
         ]
         sent = torch.cat(rows) if rows else into.dk.new_empty(0, dtype=torch.float32)
-        sizes = [sum(widths) * sum(part.count for part in parts) for parts in routes.sent]
+        sizes = [sum(widths) * sum(addend.count for addend in addends) for addends in routes.sent]
         expected = [width * count for count in routes.received for width in widths]
         arrival = self.axis.exchange(sent, sizes, [sum(widths) * count for count in routes.received])
 
@@ -250,7 +250,7 @@ class Tokens:
                 for which, x in enumerate(into)
             )
             for each in routes.sums:
-                places = [(part.source, slice(part.first, part.first + part.count)) for part in each.parts]
+                places = [(addend.source, slice(addend.first, addend.first + addend.count)) for addend in each.addends]
                 parts = (KeySums(dks[source][:, rows], dvs[source][:, rows]) for source, rows in places)
                 held.fold(parts, KeySums(*[x[:, slice(*each.rows)] for x in into]))
 

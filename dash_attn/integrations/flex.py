@@ -28,7 +28,7 @@ class Cells(NamedTuple):
     partial: Bools
 
 
-class Seen(NamedTuple):
+class SeenKeys(NamedTuple):
     """The keys that each row sees: the first, one past the last, and how many. And the blocks in which any is seen."""
 
     lo: Longs
@@ -52,7 +52,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
     alike = tuple(all((x == x.take([0], axis)).all() for x in cells) for axis in (0, 1))
     entries = range(1 if alike[0] and not _looks_at(block_mask, 0, batch) else batch)
     each_head = range(1 if alike[1] and not _looks_at(block_mask, 1, heads) else heads)
-    first: Seen | None = None
+    first: SeenKeys | None = None
     for b, h in product(entries, each_head):
         seen = _seen(block_mask, Cells(cells.full[b, h], cells.partial[b, h]), (b, h))
         if first is None:
@@ -75,7 +75,7 @@ def _unequal(b: int, h: int) -> str:
     )
 
 
-def _mask(block_mask: BlockMask, seen: Seen) -> Mask:
+def _mask(block_mask: BlockMask, seen: SeenKeys) -> Mask:
     (len_q, len_k), (rows, keys) = block_mask.seq_lengths, _block_size(block_mask)
     if np.array_equal(seen.hi - seen.lo, seen.number):
         return Mask(rows=RowIntervals.of(seen.lo, seen.hi))
@@ -151,7 +151,7 @@ def _looks_at(block_mask: BlockMask, argument: int, size: int) -> bool:
     return answer.stride(0) != 0
 
 
-def _seen(block_mask: BlockMask, cells: Cells, place: tuple[int, int]) -> Seen:
+def _seen(block_mask: BlockMask, cells: Cells, place: tuple[int, int]) -> SeenKeys:
     (len_q, len_k), (rows, keys) = block_mask.seq_lengths, _block_size(block_mask)
     num_q, num_kv = cells.full.shape
     begin = keys * np.arange(num_kv)
@@ -171,7 +171,7 @@ def _seen(block_mask: BlockMask, cells: Cells, place: tuple[int, int]) -> Seen:
         hi[into] = np.maximum(hi[into], np.maximum.reduceat(np.where(some, at + last, 0), starts))
         count[into] += np.add.reduceat(number, starts)
     lo, hi, count = (x.reshape(-1)[:len_q] for x in (lo, hi, count))
-    return Seen(np.where(count > 0, lo, 0), np.where(count > 0, hi, 0), count, blocks)
+    return SeenKeys(np.where(count > 0, lo, 0), np.where(count > 0, hi, 0), count, blocks)
 
 
 def _partial(block_mask: BlockMask, at: tuple[Longs, Longs], place: tuple[int, int]) -> tuple[Longs, Longs, Longs]:

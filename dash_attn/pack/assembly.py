@@ -9,7 +9,7 @@ from dash_attn.pack.checks import check
 from dash_attn.pack.folds import fold_tables
 from dash_attn.pack.rounds import launch
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes, TileRows
-from dash_attn.pack.templates import Fact, Family, Template, templates
+from dash_attn.pack.templates import Fact, Family, PackedTemplate, templates
 from dash_attn.problem import Panel, Problem, Sequence
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
@@ -106,7 +106,7 @@ def _before(facts: Longs, rows: Fact, of: Fact) -> Int32:
     return np.repeat(counts.cumsum() - counts, facts[:, of]).astype(np.int32)
 
 
-def _joined(used: list[Template], facts: Longs) -> tuple[Int32, Int32, Int32, Int32]:
+def _joined(used: list[PackedTemplate], facts: Longs) -> tuple[Int32, Int32, Int32, Int32]:
     """The tables of the templates, one after the other: bundles, chains, runs, contributors."""
     bundles = np.concatenate([each.bundles for each in used])
     chains = np.concatenate([each.chains for each in used])

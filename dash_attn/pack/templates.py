@@ -47,7 +47,7 @@ class Fact(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class Template:
+class PackedTemplate:
     """The order of one panel, counted from its own first row of each table.
 
     bundles       columns PackedBundle, in launch order
@@ -65,7 +65,7 @@ class Template:
     facts: tuple[int, ...]  # columns Fact
 
     @staticmethod
-    def of(program: Program) -> Template:
+    def of(program: Program) -> PackedTemplate:
         """The order of the first panel of a program of one kv head. All panels must have the same order."""
         g = program.geometry
         orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
@@ -84,15 +84,17 @@ class Template:
         rounds, co_resident = rounds_of(later), 1 + int(later.max())
         facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind, len(rounds))
         bundles = np.stack([np.cumsum(sizes) - sizes, sizes, later], axis=1).astype(np.int32)
-        return Template(frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), facts)
+        return PackedTemplate(
+            frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), facts
+        )
 
     @staticmethod
-    def idle(q_tiles: int) -> Template:
+    def idle(q_tiles: int) -> PackedTemplate:
         """A sequence without queries or without keys has nothing to do."""
         empty = np.zeros((0, RUN_WIDTH), np.int32)
         contributors = frozen(np.zeros(q_tiles, np.int32))
         facts = (0, 0, 0, q_tiles, 0, 0, 0, q_tiles, 0)
-        return Template(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
+        return PackedTemplate(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
 
 
 @dataclass(frozen=True)
@@ -158,19 +160,19 @@ class Templates:
 
     def __init__(self, family: Family) -> None:
         self._family = family
-        self._known: Kept[Template] = Kept(KEPT_BYTES)
+        self._known: Kept[PackedTemplate] = Kept(KEPT_BYTES)
 
-    def of(self, code: int) -> Template:
+    def of(self, code: int) -> PackedTemplate:
         template = self._known.get(code)
         return self._known.add(code, self._make(code)) if template is None else template
 
-    def _make(self, code: int) -> Template:
+    def _make(self, code: int) -> PackedTemplate:
         family, problem = self._family, self._family.problem(code)
         if problem.len_q and problem.len_k:
             require_alone(family.policy)
             planned = plan(problem, family.shape, family.policy)
-            return Template.of(planned.program)
-        return Template.idle(-(-problem.len_q // family.shape.m))
+            return PackedTemplate.of(planned.program)
+        return PackedTemplate.idle(-(-problem.len_q // family.shape.m))
 
 
 @lru_cache(maxsize=FAMILIES)

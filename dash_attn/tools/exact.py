@@ -70,7 +70,7 @@ class Timetable:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Budget:
     """How long to solve, and whom to tell on the way."""
 
     seconds: float
@@ -102,7 +102,7 @@ def solve(
     bound = math.ceil(max(lower_bounds(start.program, workers, model).values()) - 1e-6)
     timetable = Timetable.of(start)
     if start.makespan > bound:
-        timetable, bound = _solve(cp_model, start, bound, Limits(seconds, progress))
+        timetable, bound = _solve(cp_model, start, bound, Budget(seconds, progress))
     # Tasks start as early as the order lets them: a timetable made in too little time may still hold slack.
     placed = verify(_program(tiling, start, timetable)).on(workers)
     return ExactResult(placed, simulate(placed.program, workers, model, placement=placed.placement), bound)
@@ -120,7 +120,7 @@ def _best_policy(tiling: Tiling, workers: int, model: Paper) -> Simulation:
     return min(results, key=lambda result: result.makespan)
 
 
-def _solve(cp: Any, start: Simulation, lower: int, limits: Limits) -> tuple[Timetable, int]:
+def _solve(cp: Any, start: Simulation, lower: int, budget: Budget) -> tuple[Timetable, int]:
     """The best timetable found for the tasks that `start` ran, at worst its own, and the bound proved by then."""
     board, compute, reduce = start.board, int(start.model.compute), int(start.model.reduce)
     hint = Timetable.of(start)
@@ -156,9 +156,9 @@ def _solve(cp: Any, start: Simulation, lower: int, limits: Limits) -> tuple[Time
     model.minimize(makespan)
 
     solver = cp.CpSolver()
-    solver.parameters.max_time_in_seconds = limits.seconds
+    solver.parameters.max_time_in_seconds = budget.seconds
     interrupt = signal.getsignal(signal.SIGINT)
-    status = solver.solve(model, _report(cp, solver, limits.progress, horizon, lower))
+    status = solver.solve(model, _report(cp, solver, budget.progress, horizon, lower))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)  # the solver leaves the system's handler, which ends the process
     if status not in (cp.OPTIMAL, cp.FEASIBLE):

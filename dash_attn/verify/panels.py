@@ -18,7 +18,7 @@ BLOCK = 2**18  # tiles that are unrolled at a time: the arrays stay in cache
 
 
 @dataclass(frozen=True, eq=False)
-class Panel:
+class PanelChains:
     """The chains of one panel, in launch order. `starts` says which of them begin a bundle."""
 
     program: Program
@@ -37,7 +37,7 @@ class Panel:
         return Sequences(first, self.chains)
 
 
-def panels(program: Program) -> tuple[list[Panel], Longs]:
+def panels(program: Program) -> tuple[list[PanelChains], Longs]:
     """The kinds of panels, which differ in their runs, launch or bundles, and the number of the kind of each panel."""
     g = program.geometry
     chains = program.launch[np.argsort(program.groups[program.launch], kind="stable")]
@@ -50,7 +50,7 @@ def panels(program: Program) -> tuple[list[Panel], Longs]:
         first, kind_of = np.zeros(1, np.int64), np.zeros(len(keys), np.int64)
     else:
         _, first, kind_of = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    return [Panel(program, by_group[group], starts[by_group[group]]) for group in first], kind_of.reshape(-1)
+    return [PanelChains(program, by_group[group], starts[by_group[group]]) for group in first], kind_of.reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Sums:
     opens: Bools
 
 
-def check_panel(panel: Panel, state: States) -> Sums:
+def check_panel(panel: PanelChains, state: States) -> Sums:
     """Raises a VerifyError if a tile is not visited once with the right mask flag, or if turns are no permutation."""
     program, g = panel.program, panel.program.geometry
     kv, size = program.chains[panel.chains, Chain.KV_TILE], g.group * g.num_q
@@ -97,7 +97,7 @@ def check_panel(panel: Panel, state: States) -> Sums:
     return Sums(task, opens[:-1])
 
 
-def _visits(panel: Panel, some: slice) -> tuple[Longs, Longs, States]:
+def _visits(panel: PanelChains, some: slice) -> tuple[Longs, Longs, States]:
     """All tasks of some chains: the dQ tile in the group, the turn, and the TileState that the mask flag stands for."""
     runs = panel.program.runs[panel.program.runs_of(panel.chains[some])]
     head, q, step, count, turn, turn_step, partial = runs.T.astype(np.int64)
@@ -129,7 +129,7 @@ def _cover_error(program: Program, chain: int, state: States) -> VerifyError:
     raise AssertionError("the chain is right")
 
 
-def _turn_error(panel: Panel, room: Longs) -> VerifyError:
+def _turn_error(panel: PanelChains, room: Longs) -> VerifyError:
     """The error of a panel in which the turns of some dQ tile are not 0 .. contributors - 1, each once."""
     target, turn, _ = _visits(panel, slice(None))
     for outside in np.flatnonzero((turn < 0) | (turn >= room[target]))[:1]:
@@ -142,7 +142,7 @@ def _turn_error(panel: Panel, room: Longs) -> VerifyError:
     return VerifyError(f"turns are no permutation: {twin} and {task} claim the same turn", (twin, task))
 
 
-def _task(panel: Panel, number: int) -> Task:
+def _task(panel: PanelChains, number: int) -> Task:
     """A task by its number in the panel."""
     program = panel.program
     runs = program.runs_of(panel.chains)

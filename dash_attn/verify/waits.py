@@ -8,7 +8,7 @@ import numpy as np
 
 from dash_attn.program import Chain, Program
 from dash_attn.program.program import Longs
-from dash_attn.verify.panels import Bools, Panel, Sums
+from dash_attn.verify.panels import Bools, PanelChains, Sums
 
 PASSES = 32  # over all tasks of a panel; orders of the policies need two or three
 
@@ -24,7 +24,7 @@ class Waits:
     orderly: bool
 
 
-def waits(panel: Panel, sums: Sums) -> Waits | None:
+def waits(panel: PanelChains, sums: Sums) -> Waits | None:
     """The waits of a panel, or None if only a replay of the whole program can tell."""
     if not panel.starts[:1].all():
         return None  # its first bundle begins with a chain of another panel

@@ -18,7 +18,7 @@ SIZE = 1024  # fingerprints in a buffer; a step takes as many buffers as it need
 
 
 @dataclass
-class Buffer:
+class StreamBuffer:
     """Fingerprints on one stream of one device. All work on a buffer is in the order of its stream."""
 
     slots: Tensor
@@ -44,7 +44,7 @@ class Slots:
     """The fingerprints of one step. A place is `SIZE` times the number of a buffer, and a place in the buffer. The
     places of values that the host has are negative."""
 
-    buffers: list[Buffer] = field(default_factory=list)
+    buffers: list[StreamBuffer] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     _open: dict[object, int] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class Slots:
             stream = torch.cuda.current_stream(device) if tensor.is_cuda else None
             with torch.inference_mode(False):  # else later writes outside of inference mode are refused
                 slots = torch.zeros(SIZE, dtype=torch.int64, device=tensor.device)
-            self.buffers.append(Buffer(slots, stream))
+            self.buffers.append(StreamBuffer(slots, stream))
         return number
 
 

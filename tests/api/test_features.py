@@ -19,7 +19,7 @@ from dash_attn.api.arguments import Arguments
 from dash_attn.api.attention import prepared_for
 from dash_attn.api.explain import explain
 from dash_attn.api.extras import drawn_seed
-from dash_attn.api.ops import Order, Posed
+from dash_attn.api.ops import OrderArguments, Posed
 from dash_attn.backends import Extras
 from dash_attn.backends.dropout import kept, row_words
 from dash_attn.problem import CAUSAL, FULL, Features, Problem, documents, intervals_by_row, window
@@ -368,7 +368,7 @@ def test_opcheck(call: dict[str, Any]) -> None:
     plain = (None, None, *Posed.of(CAUSAL, None)[:-1])
     torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain, 1, "", *around))
     out, lse = ops.forward(q, k, v, *plain, 1, "", *around)
-    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0), "", *around, lse)
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *OrderArguments("auto", True, 0), "", *around, lse)
     torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
     if sinks is not None:
         for dlse in (None, lse):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dash_attn.api import attention, calls, flash_attn_func, flash_attn_varlen_func, ops
-from dash_attn.api.ops import Order, Posed
+from dash_attn.api.ops import OrderArguments, Posed
 from dash_attn.kept import Kept
 from dash_attn.problem import CAUSAL, FULL, Mask, documents, intervals_by_row, tiles, window
 
@@ -71,7 +71,7 @@ def test_opcheck(mask: Mask, cu: Tensor | None) -> None:
     *plain, rows = (cu, cu, *Posed.of(mask, None))
     torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain, 1, rows))
     out, lse = ops.forward(q, k, v, *plain, 1, rows)
-    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0), rows)
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *OrderArguments("auto", True, 0), rows)
     torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
 
 

@@ -234,8 +234,8 @@ def reversed_fold(groups: Groups, case: Case) -> list[str]:
 
     def turned(problem: Any, layout: Any, rank: int) -> Routes:
         routes = of(problem, layout, rank)
-        # The first part stays the first, because it alone has all rows.
-        sums = tuple(replace(each, parts=(each.parts[0], *reversed(each.parts[1:]))) for each in routes.sums)
+        # The first addend stays the first, because it alone has all rows.
+        sums = tuple(replace(each, addends=(each.addends[0], *reversed(each.addends[1:]))) for each in routes.sums)
         return replace(routes, sums=sums)
 
     tokens.Routes.of = staticmethod(turned)  # type: ignore[assignment]

@@ -126,11 +126,11 @@ def test_routes_bring_every_sum_to_its_keys(problem: Problem, layout: Layout) ->
     # Each number stands for a key of a panel: what each rank sends, and what each rank adds.
     arrived: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for rank, each in enumerate(routes):
-        for to, parts in enumerate(each.sent):
+        for to, addends in enumerate(each.sent):
             rows = [
-                (each.panels[part.panel].q_row, each.panels[part.panel].k_row + row)
-                for part in parts
-                for row in range(*part.rows)
+                (each.panels[addend.panel].q_row, each.panels[addend.panel].k_row + row)
+                for addend in addends
+                for row in range(*addend.rows)
             ]
             assert len(rows) == routes[to].received[rank]
             arrived[rank, to] = rows
@@ -143,11 +143,11 @@ def test_routes_bring_every_sum_to_its_keys(problem: Problem, layout: Layout) ->
             for row in range(begin, end)
         ]
         for one in each.sums:
-            for part in one.parts:
-                for row in range(part.count):
-                    query, key = arrived[part.source, rank][part.first + row]
+            for addend in one.addends:
+                for row in range(addend.count):
+                    query, key = arrived[addend.source, rank][addend.first + row]
                     assert own[one.rows[0] + row] == key
-                    contributions.setdefault(key, []).append((part.source, query))
+                    contributions.setdefault(key, []).append((addend.source, query))
     expected: dict[int, list[tuple[int, int]]] = {}
     where = {
         whole(problem, layout, rank, panel.q_row): (rank, panel.q_row)

@@ -415,14 +415,14 @@ def test_another_thread_may_read_meanwhile() -> None:
     """The comparison with a kept answer stands in for the other thread: it reads another mask."""
     recent, cpu = packing_module.Recent(), torch.device("cpu")
     masks = [(torch.arange(8) < n)[None] for n in range(1, 5)]
-    rows = packing_module.Rows(1, 8, 8, by_position=True, windowed=False)
+    call = packing_module.CallShape(1, 8, 8, by_position=True, windowed=False)
 
-    class Meanwhile(packing_module.Rows):
+    class Meanwhile(packing_module.CallShape):
         def __eq__(self, other: object) -> bool:
-            recent.packed(masks.pop(), None, rows, cpu)
+            recent.packed(masks.pop(), None, call, cpu)
             return False
 
-    recent.packed(masks.pop(), None, rows, cpu)
+    recent.packed(masks.pop(), None, call, cpu)
     packed = recent.packed(masks.pop(), None, Meanwhile(1, 8, 8, by_position=True, windowed=False), cpu)
     assert packed is not None and packed.cu_q == [0, 3]
 

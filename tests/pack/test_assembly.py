@@ -212,7 +212,7 @@ def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
 def test_a_program_whose_panels_differ_is_no_template() -> None:
     heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        templates.Template.of(heads.program)
+        templates.PackedTemplate.of(heads.program)
 
 
 def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:

@@ -70,14 +70,14 @@ def fill(problem: Problem, tensors: Attended, softmax: Softmax | None) -> None:
                 kv = batch, head // problem.group
                 operands = mine[0][batch, head, stripe.rows], mine[1][kv], mine[2][kv]
                 own = Attended(*operands, out[batch, stripe.rows, head], lse[batch, head, stripe.rows])
-                yield partial(_attend, stripe, own, Row.of(problem, softmax, batch, head, stripe.rows))
+                yield partial(_attend, stripe, own, RowFeatures.of(problem, softmax, batch, head, stripe.rows))
 
     longest_first = sorted(_stripes(problem), key=lambda stripe: -len(stripe.visits))
     run_jobs(chain.from_iterable(map(jobs, longest_first)), threads)
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class RowFeatures:
     """What the rows of one tile have beside their operands. The defaults are plain softmax.
 
     sink   where the softmax starts, for powers of 2
@@ -92,31 +92,31 @@ class Row:
     key: int = 0
 
     @staticmethod
-    def of(problem: Problem, softmax: Softmax | None, batch: int, head: int, rows: slice) -> Row:
+    def of(problem: Problem, softmax: Softmax | None, batch: int, head: int, rows: slice) -> RowFeatures:
         softcap, dropout = problem.features.softcap, problem.features.dropout
         if softmax is None:
-            return Row(softcap=softcap) if softcap else PLAIN
+            return RowFeatures(softcap=softcap) if softcap else PLAIN
         sink = -math.inf if softmax.sinks is None else float(softmax.sinks[head]) / math.log(2)
         words = softmax.words(batch, head, rows) if dropout else None
-        return Row(sink, softcap, dropout, words, softmax.key)
+        return RowFeatures(sink, softcap, dropout, words, softmax.key)
 
 
-PLAIN = Row()
+PLAIN = RowFeatures()
 
 
-def _attend(stripe: Stripe, tensors: Attended, row: Row) -> None:
+def _attend(stripe: Stripe, tensors: Attended, features: RowFeatures) -> None:
     """One tile of rows of one head. The queries are already scaled, for powers of 2 or for tanh."""
     q, k, v, out, lse = tensors
     rows, dim = len(q), v.shape[1]
     scores = q.new_empty(rows * KEYS)
-    highest, total, sums = q.new_full((rows, 1), row.sink), q.new_zeros(rows, 1), q.new_zeros(rows, dim)
-    if row.sink > -math.inf:
+    highest, total, sums = q.new_full((rows, 1), features.sink), q.new_zeros(rows, 1), q.new_zeros(rows, dim)
+    if features.sink > -math.inf:
         total.fill_(1.0)
     for keys, is_partial in stripe.visits:
         columns = keys.stop - keys.start
         p = torch.mm(q, k[keys].t(), out=scores[: rows * columns].view(rows, columns))
-        if row.softcap:
-            p.tanh_().mul_(row.softcap / math.log(2))
+        if features.softcap:
+            p.tanh_().mul_(features.softcap / math.log(2))
         if is_partial:
             torch.minimum(p, stripe.limits(keys), out=p)
         before, highest = highest, torch.maximum(highest, p.amax(1, keepdim=True))
@@ -124,12 +124,12 @@ def _attend(stripe: Stripe, tensors: Attended, row: Row) -> None:
         p.sub_(base).exp2_()
         fade = before.sub_(base).exp2_()
         total.mul_(fade).add_(p.sum(1, keepdim=True))
-        if row.words is not None:
-            key = torch.arange(row.key + keys.start, row.key + keys.stop, dtype=torch.int32, device="cpu")
-            p.mul_(keep(row.words, key, row.dropout, torch.empty_like(p)))
+        if features.words is not None:
+            key = torch.arange(features.key + keys.start, features.key + keys.stop, dtype=torch.int32, device="cpu")
+            p.mul_(keep(features.words, key, features.dropout, torch.empty_like(p)))
         sums.mul_(fade).addmm_(p, v[keys])
     sums.div_(total.clamp(min=1.0))  # the total is at least 1, unless the row sees no key
-    out.copy_(sums.div_(1.0 - row.dropout) if row.dropout else sums)
+    out.copy_(sums.div_(1.0 - features.dropout) if features.dropout else sums)
     lse.copy_(total.log2_().add_(highest).mul_(math.log(2)).squeeze(1))
 
 

@@ -31,7 +31,7 @@ def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | N
     lse = torch.empty((batch, heads, len_q), dtype=torch.float32, device="cpu")
     softmax = Softmax.of(pack.problem, extras)
     for panel in pack.panels:
-        rows = Rows.of_panel(panel, q, k)
+        rows = PanelRows.of_panel(panel, q, k)
         if panel.len_q and panel.len_k:
             own = None if softmax is None else softmax.of_panel(panel, None)
             tensors = Attended(rows.of_q(q), rows.of_k(k), rows.of_k(v), rows.of_q(out), rows.of_lse(lse))
@@ -50,21 +50,21 @@ def backward_pack(
 ) -> Gradients:
     """Write dQ, dK and dV. Each panel follows its own plan, and dK and dV are summed over the panels of a sequence."""
     into = Gradients.room(operands) if into is None else into
-    run = Run(pack, config, operands, Softmax.of(pack.problem, extras))
+    backward = PanelBackward(pack, config, operands, Softmax.of(pack.problem, extras))
     for _, group in groupby(pack.panels, attrgetter("sequence")):
         panels = list(group)
-        rows = Rows.of_panel(panels[-1], operands.q, operands.k)  # the last panel sees every key
+        rows = PanelRows.of_panel(panels[-1], operands.q, operands.k)  # the last panel sees every key
         grads = KeySums(rows.of_k(into.dk), rows.of_k(into.dv))
         if len(panels) > 1:
-            fold((run.key_sums(panel, into.dq) for panel in reversed(panels)), grads, config.thread_count())
+            fold((backward.key_sums(panel, into.dq) for panel in reversed(panels)), grads, config.thread_count())
         else:
-            run.panel(panels[0], Gradients(rows.of_q(into.dq), *grads))
+            backward.panel(panels[0], Gradients(rows.of_q(into.dq), *grads))
     write_sink_gradient(operands, extras)
     return into
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class PanelBackward:
     """A backward, panel by panel."""
 
     pack: Pack
@@ -78,14 +78,14 @@ class Run:
             for grad in into:
                 grad.zero_()
             return
-        rows, own = Rows.of_panel(panel, self.operands.q, self.operands.k), self.softmax
+        rows, own = PanelRows.of_panel(panel, self.operands.q, self.operands.k), self.softmax
         if own is not None:
             own = own.of_panel(panel, None if own.dlse is None else rows.of_lse(own.dlse))
         replay(self.pack.plan_of(panel), self.config, rows.of(self.operands), into, own)
 
     def key_sums(self, panel: Panel, dq: Tensor) -> KeySums:
         """dK and dV of one panel in fp32. Its rows of dQ are written to `dq`."""
-        rows = Rows.of_panel(panel, self.operands.q, self.operands.k)
+        rows = PanelRows.of_panel(panel, self.operands.q, self.operands.k)
         shapes = [(1, panel.len_k, *x.shape[2:]) for x in (self.operands.k, self.operands.v)]
         sums = KeySums(*(torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes))
         self.panel(panel, Gradients(rows.of_q(dq), *sums))
@@ -134,8 +134,8 @@ class CpuHeld:
     @without_grad
     def backward(self, operands: Operands, extras: Extras | None = None) -> Partials:
         dq = torch.empty_like(operands.q, memory_format=torch.contiguous_format)
-        run = Run(self.pack, self.config, operands, Softmax.of(self.pack.problem, extras))
-        sums = tuple(run.key_sums(panel, dq) for panel in self.pack.panels)
+        backward = PanelBackward(self.pack, self.config, operands, Softmax.of(self.pack.problem, extras))
+        sums = tuple(backward.key_sums(panel, dq) for panel in self.pack.panels)
         grown(self.pack)  # the first backward has made its plans
         return Partials(dq, sums)
 
@@ -159,15 +159,15 @@ def pack_workspace_bytes(pack: Pack, config: CpuConfig) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PanelRows:
     """Views of the rows of one panel, in tensors (batch, seqlen, ...). They have batch 1."""
 
     q: tuple[slice, slice]
     k: tuple[slice, slice]
 
     @staticmethod
-    def of_panel(panel: Panel, q: Tensor, k: Tensor) -> Rows:
-        return Rows(_place(panel.q_row, panel.len_q, q.shape[1]), _place(panel.k_row, panel.len_k, k.shape[1]))
+    def of_panel(panel: Panel, q: Tensor, k: Tensor) -> PanelRows:
+        return PanelRows(_place(panel.q_row, panel.len_q, q.shape[1]), _place(panel.k_row, panel.len_k, k.shape[1]))
 
     def of(self, operands: Operands) -> Operands:
         dout, q, k, v, out, lse = operands

@@ -25,7 +25,7 @@ from dash_attn.problem import Documents, Problem
 from .alignment import maker
 from .cache import side_kernel
 from .config import DTYPE_OF, KernelConfig
-from .packing import Spread, packing_of, rows_without_keys, spread_of, unpacked
+from .packing import RoomyPacking, packing_of, rows_without_keys, spread_of, unpacked
 from .tables import uploaded
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
@@ -64,7 +64,7 @@ class Fa4Forward:
         packed, tokens = mask.documents is not None, problem.batch * problem.len_q
         shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
-        self._packed: Packed | None = None
+        self._packed: PackedForward | None = None
         self._noted: Noted | None = None
         self._can_record = True
 
@@ -75,11 +75,11 @@ class Fa4Forward:
             return self._run(q, k, v) if sinks is None else self._repaired(*self._run(q, k, v, sinks), sinks)
         packed = self._packed
         if packed is None:
-            packed = self._packed = Packed.of(self.problem, documents, q.device)
+            packed = self._packed = PackedForward.of(self.problem, documents, q.device)
         has_batch = q.dim() == 4
         if has_batch:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        if packed.spread is not None:
+        if packed.roomy is not None:
             k, v = packed.copies(k, v)
         out, lse = self._run(q, k, v, sinks)
         blind = packed.blind
@@ -142,36 +142,36 @@ def blind_rows(problem: Problem) -> Tensor | None:
     return marks.repeat(problem.batch) if problem.is_packed else marks
 
 
-class Packed(NamedTuple):
+class PackedForward(NamedTuple):
     """What the forward of packed documents needs beside the tensors.
 
     how     arguments of the library
     blind   marks of the queries without keys, or None
-    spread  room for whole tiles of keys, or None if keys need none
+    roomy   room for whole tiles of keys, or None if keys need none
     kernel  copies k and v to that room
     """
 
     how: dict[str, Any]
     blind: Tensor | None
-    spread: Spread | None
+    roomy: RoomyPacking | None
     kernel: Callable[..., Any] | None
 
     @staticmethod
-    def of(problem: Problem, documents: Documents, device: torch.device) -> Packed:
+    def of(problem: Problem, documents: Documents, device: torch.device) -> PackedForward:
         blind = rows_without_keys(documents, problem.batch, device)
-        spread = spread_of(documents, problem.batch, keys_of_a_tile(problem), device)
-        if spread is None:
-            return Packed(packing_of(documents, problem.batch, device)._asdict(), blind, None, None)
+        roomy = spread_of(documents, problem.batch, keys_of_a_tile(problem), device)
+        if roomy is None:
+            return PackedForward(packing_of(documents, problem.batch, device)._asdict(), blind, None, None)
         kernel = side_kernel("spread", KernelConfig(problem.dim, DTYPE_OF[problem.dtype], packed=True))
-        return Packed(spread.packing._asdict() | {"seqused_k": spread.seqused_k}, blind, spread, kernel)
+        return PackedForward(roomy.packing._asdict() | {"seqused_k": roomy.seqused_k}, blind, roomy, kernel)
 
     def copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v in their room. Their rows are (tokens, heads, dim)."""
-        assert self.spread is not None and self.kernel is not None
-        shape = (self.spread.rows, *k.shape[1:])
-        roomy = (k.new_empty(shape), v.new_empty(shape))
-        self.kernel((k, v), roomy, self.spread.pieces)
-        return roomy
+        assert self.roomy is not None and self.kernel is not None
+        shape = (self.roomy.rows, *k.shape[1:])
+        copies = (k.new_empty(shape), v.new_empty(shape))
+        self.kernel((k, v), copies, self.roomy.pieces)
+        return copies
 
 
 def keys_of_a_tile(problem: Problem) -> int:

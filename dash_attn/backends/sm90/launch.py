@@ -20,7 +20,7 @@ from .workspace import Keeper, Room, Workspace, converted
 LOG2_E = 1.4426950408889634
 
 
-class Buffers(Protocol):
+class SpecialBuffers(Protocol):
     """Additional tensors and host addresses for the kernel of a tracing or debug build."""
 
     @property
@@ -70,7 +70,7 @@ class Launch:
         into: Gradients | None = None,
         extras: Extras | None = None,
         workspace: Workspace | None = None,
-        buffers: Buffers | None = None,
+        buffers: SpecialBuffers | None = None,
     ) -> Gradients:
         """Write the gradients to `into` or to new tensors. Tensors with an unsuitable alignment are copied."""
         if (buffers is None) is self.special:
@@ -96,7 +96,7 @@ class Launch:
         into: Gradients | None,
         extras: Extras | None,
         workspace: Workspace | None,
-        buffers: Buffers | None,
+        buffers: SpecialBuffers | None,
     ) -> Gradients:
         """For strides that no call had before, and for tensors that must be copied."""
         dout, q, k, v, out, lse = operands
@@ -119,7 +119,7 @@ class Launch:
         into: Gradients,
         extras: Extras | None,
         workspace: Workspace | None,
-        buffers: Buffers | None,
+        buffers: SpecialBuffers | None,
     ) -> None:
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into

@@ -25,7 +25,7 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
 
-class Spread(NamedTuple):
+class RoomyPacking(NamedTuple):
     """A packing whose keys have room: every document's keys end with a whole tile of the copy that `pieces` makes.
 
     The copy has `rows` rows. Document d begins at row cu_seqlens_k[d] there and has seqused_k[d] keys.
@@ -49,7 +49,7 @@ def packing_of(documents: Documents, batch: int, device: torch.device) -> Packin
 
 
 @kept()
-def spread_of(documents: Documents, batch: int, tile: int, device: torch.device) -> Spread | None:
+def spread_of(documents: Documents, batch: int, tile: int, device: torch.device) -> RoomyPacking | None:
     """Room for whole tiles of keys. None if keys need none: only the last document ends inside a tile."""
     q, k = (_lengths(cu, batch) for cu in (documents.cu_q, documents.cu_k))
     (with_keys,) = np.nonzero(k)
@@ -58,7 +58,7 @@ def spread_of(documents: Documents, batch: int, tile: int, device: torch.device)
     room = -(-k // tile) * tile
     pieces = spread_pieces(k, room)
     cu_q, cu_k, used, table = joined([_starts(q), _starts(room), k.astype(np.int32), pieces], device)
-    return Spread(Packing(cu_q, cu_k, int(q.max()), int(k.max())), used, table, int(room.sum()))
+    return RoomyPacking(Packing(cu_q, cu_k, int(q.max()), int(k.max())), used, table, int(room.sum()))
 
 
 def spread_pieces(lengths: Longs, room: Longs) -> Int32:

@@ -12,7 +12,7 @@ from dash_attn.api.arguments import DTYPES
 from dash_attn.api.extras import drawn_seed
 from dash_attn.backends.dropout import STEP
 from dash_attn.integrations.transformers.masks import ModelMask
-from dash_attn.integrations.transformers.packing import Packed, Rows, pack, padding, recent, take
+from dash_attn.integrations.transformers.packing import CallShape, Packed, pack, padding, recent, take
 
 # Arguments of single models that change the result.
 UNSUPPORTED = {
@@ -111,8 +111,8 @@ def attention_forward(
         right = left  # causality is the nearer limit
     windowed = left is not None or right is not None
     options |= {"causal": mask.causal, "window": (left, right) if windowed else None}
-    rows = Rows(q.shape[0], q.shape[1], k.shape[1], mask.causal or windowed, windowed)
-    packed = _packed(mask, rows, q.device, kwargs)
+    call = CallShape(q.shape[0], q.shape[1], k.shape[1], mask.causal or windowed, windowed)
+    packed = _packed(mask, call, q.device, kwargs)
     if packed is None:
         return attention(q, k, v, **options), None
     out = attention(
@@ -225,7 +225,7 @@ def _dropout_field(module: nn.Module, dropout: float) -> str:
     )
 
 
-def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:
+def _packed(mask: ModelMask, call: CallShape, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:
     number = mask.number
     if kwargs.get("cu_seq_lens_q") is not None:
         if number is not None and not torch.compiler.is_compiling() and padding.is_in(number):
@@ -234,11 +234,11 @@ def _packed(mask: ModelMask, rows: Rows, device: torch.device, kwargs: dict[str,
     # Only where a query looks back do positions that start again mean another document.
     positions = kwargs.get("position_ids") if mask.causal else None
     # Three-dimensional ones are for rotary embeddings of images; a single query is no pack.
-    if positions is not None and (positions.ndim != 2 or positions.shape[1] != rows.len_q or rows.len_q == 1):
+    if positions is not None and (positions.ndim != 2 or positions.shape[1] != call.len_q or call.len_q == 1):
         positions = None
     if number is None and positions is None:
         return None
     if torch.compiler.is_compiling():
-        sizes = [rows.batch, rows.len_q, rows.len_k]
-        return Packed(*pack(number, positions, sizes, rows.by_position, rows.windowed))
-    return recent.packed(number, positions, rows, device)
+        sizes = [call.batch, call.len_q, call.len_k]
+        return Packed(*pack(number, positions, sizes, call.by_position, call.windowed))
+    return recent.packed(number, positions, call, device)

@@ -42,7 +42,7 @@ def ends_of(cu: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CallShape:
     """The sizes of a call, and how its mask depends on positions.
 
     by_position   which keys a query sees depends on where it is. Then padding goes from queries too, or they would not
@@ -63,7 +63,7 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 class Answer(NamedTuple):
-    asked: tuple[Rows, torch.device]
+    asked: tuple[CallShape, torch.device]
     same_number: Callable[[Tensor | None], bool]
     same_positions: Callable[[Tensor | None], bool]
     packed: Packed | None
@@ -80,13 +80,13 @@ class Recent:
         self.answers: tuple[Answer, ...] = ()  # replaced and never changed, because other threads may be reading
 
     def packed(
-        self, number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device
+        self, number: Tensor | None, positions: Tensor | None, call: CallShape, device: torch.device
     ) -> Packed | None:
         for kept in self.answers:
-            if kept.asked == (rows, device) and kept.same_number(number) and kept.same_positions(positions):
+            if kept.asked == (call, device) and kept.same_number(number) and kept.same_positions(positions):
                 return kept.packed
-        packed = read(number, positions, rows, device)
-        answer = Answer((rows, device), same_as(number), same_as(positions), packed)
+        packed = read(number, positions, call, device)
+        answer = Answer((call, device), same_as(number), same_as(positions), packed)
         self.answers = (answer, *self.answers[: self.size - 1])
         return packed
 
@@ -128,7 +128,7 @@ recent = Recent()
 padding = Padding()
 
 
-def read(number: Tensor | None, positions: Tensor | None, rows: Rows, device: torch.device) -> Packed | None:
+def read(number: Tensor | None, positions: Tensor | None, call: CallShape, device: torch.device) -> Packed | None:
     """None if all rows are whole sequences of their own.
 
     number       (batch, keys): 0 for padding, else the number of the document; None: no padding, one document a row
@@ -136,23 +136,23 @@ def read(number: Tensor | None, positions: Tensor | None, rows: Rows, device: to
     """
     if number is None and positions is None:
         return None
-    batch, len_q, len_k = rows.batch, rows.len_q, rows.len_k
+    batch, len_q, len_k = call.batch, call.len_q, call.len_k
     padded = number is not None
     # On the CPU, so that a GPU is waited for once and not at every step.
     number = torch.ones(batch, len_k, dtype=torch.int64) if number is None else number.to("cpu", torch.int64)
     if positions is not None:
         positions = positions.expand(batch, -1).cpu()
-    if rows.windowed:
+    if call.windowed:
         refuse_holes(number)
     if len_q == len_k:
         tokens = number.flatten().nonzero().flatten()
         starts, packed = _starts(tokens, number, positions)
-        if packed or (rows.by_position and len(tokens) < batch * len_k):
+        if packed or (call.by_position and len(tokens) < batch * len_k):
             index = _index(tokens, batch * len_q, device)
             return Packed(index, index, [0, *starts, len(tokens)], None)
-    elif len_q > len_k and rows.by_position and padded:
+    elif len_q > len_k and call.by_position and padded:
         raise ValueError(f"attention_mask is for {len_k} keys, fewer than the {len_q} queries")
-    real = number[:, -len_q:] if rows.by_position and padded else torch.ones(batch, len_q, dtype=torch.int64)
+    real = number[:, -len_q:] if call.by_position and padded else torch.ones(batch, len_q, dtype=torch.int64)
     queries = real.flatten().nonzero().flatten()
     if len_q != len_k and (int(number.max()) > 1 or _starts(queries, real, positions)[1]):
         raise NotImplementedError(
@@ -211,8 +211,8 @@ def pack(
     """
     batch, len_q, len_k = sizes
     given = next(x for x in (number, positions) if x is not None)
-    rows = Rows(batch, len_q, len_k, by_position, windowed)
-    packed = recent.packed(number, positions, rows, given.device)
+    call = CallShape(batch, len_q, len_k, by_position, windowed)
+    packed = recent.packed(number, positions, call, given.device)
     if packed is None:
         cu_q, cu_k = ([i * length for i in range(batch + 1)] for length in (len_q, len_k))
         packed = Packed(None, None, cu_q, cu_k)

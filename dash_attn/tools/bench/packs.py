@@ -39,7 +39,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True)
-class Attention:
+class LayerShape:
     """The heads, the head dim and the mask within a document."""
 
     heads: int
@@ -56,62 +56,62 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackKind:
     """Packs of one kind of documents: a training run sees another layout in every step."""
 
     documents: LogNormal
-    attention: Attention
+    layer: LayerShape
 
     def problems(self, seed: int) -> Iterator[Problem]:
-        """Layout after layout, without an end. Equal seeds give equal layouts, and each packing has its own."""
-        kind, heads = self.documents, self.attention
+        """Layout after layout, without an end. Equal seeds give equal layouts, and each kind has its own."""
+        kind, heads = self.documents, self.layer
         rng = np.random.default_rng([seed, kind.mean, kind.tokens, heads.heads, heads.dim])
         while True:
-            yield self.attention.problem(self.documents.lengths(rng))
+            yield self.layer.problem(self.documents.lengths(rng))
 
     def case(self, seed: int = 0) -> BenchCase:
         """The first layout of a seed."""
         return BenchCase(f"{self}{f', seed {seed}' if seed else ''}", next(self.problems(seed)))
 
     def __str__(self) -> str:
-        return f"{self.documents}, {self.attention}"
+        return f"{self.documents}, {self.layer}"
 
 
 K = 1024
-PACKINGS = (
-    Packing(LogNormal(500, 16 * K), Attention(32, 8)),
-    Packing(LogNormal(700, 32 * K), Attention(32, 8)),
-    Packing(LogNormal(1500, 32 * K), Attention(32, 8)),
-    Packing(LogNormal(4 * K, 64 * K, LONG_TAIL), Attention(32, 8)),
-    Packing(LogNormal(700, 16 * K), Attention(14, 2, 64)),
-    Packing(LogNormal(1500, 16 * K), Attention(4, 1)),
-    Packing(LogNormal(700, 32 * K), Attention(16, 16, 64, causal=False)),
-    Packing(LogNormal(2 * K, 32 * K), Attention(8, 2, causal=False)),
+PACK_KINDS = (
+    PackKind(LogNormal(500, 16 * K), LayerShape(32, 8)),
+    PackKind(LogNormal(700, 32 * K), LayerShape(32, 8)),
+    PackKind(LogNormal(1500, 32 * K), LayerShape(32, 8)),
+    PackKind(LogNormal(4 * K, 64 * K, LONG_TAIL), LayerShape(32, 8)),
+    PackKind(LogNormal(700, 16 * K), LayerShape(14, 2, 64)),
+    PackKind(LogNormal(1500, 16 * K), LayerShape(4, 1)),
+    PackKind(LogNormal(700, 32 * K), LayerShape(16, 16, 64, causal=False)),
+    PackKind(LogNormal(2 * K, 32 * K), LayerShape(8, 2, causal=False)),
 )
-TWICE = (PACKINGS[0], PACKINGS[4])  # these have a case of a second seed
-STEPS = tuple(Packing(LogNormal(700, 16 * K), Attention(*heads)) for heads in ((32, 8), (8, 2)))
-TINY = Packing(LogNormal(60, 256), Attention(2, 1, 64))
+TWICE = (PACK_KINDS[0], PACK_KINDS[4])  # these have a case of a second seed
+STEPS = tuple(PackKind(LogNormal(700, 16 * K), LayerShape(*heads)) for heads in ((32, 8), (8, 2)))
+TINY = PackKind(LogNormal(60, 256), LayerShape(2, 1, 64))
 
 
 def packs() -> list[BenchCase]:
     """Packed documents of a language model, of a tensor parallel one, and of an image model."""
-    images = Attention(16, 16, 64, causal=False)
+    images = LayerShape(16, 16, 64, causal=False)
     mixed = np.random.default_rng(0).permutation(IMAGES).tolist()
     return [
-        *(packing.case() for packing in PACKINGS),
+        *(kind.case() for kind in PACK_KINDS),
         BenchCase(f"images, {_brief(sum(IMAGES))}, {images}", images.problem(tuple(mixed))),
-        *(packing.case(seed=1) for packing in TWICE),
+        *(kind.case(seed=1) for kind in TWICE),
     ]
 
 
 def steps() -> list[BenchCase]:
     """The first layout of each training run."""
-    return [packing.case() for packing in STEPS]
+    return [kind.case() for kind in STEPS]
 
 
-def packing_of(case: BenchCase) -> Packing:
+def pack_kind_of(case: BenchCase) -> PackKind:
     """The training run of a case of `steps`."""
-    return next(packing for packing in (*STEPS, TINY) if packing.case().name == case.name)
+    return next(kind for kind in (*STEPS, TINY) if kind.case().name == case.name)
 
 
 def tiny() -> list[BenchCase]:

@@ -26,7 +26,7 @@ from dash_attn.tools.bench import peers
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.operands import TOLERANCE, Drawn, draw, error, exact_part
-from dash_attn.tools.bench.packs import packing_of
+from dash_attn.tools.bench.packs import pack_kind_of
 from dash_attn.tools.bench.record import gpu_now, shape_of
 from dash_attn.tools.bench.report import Row
 from dash_attn.tools.bench.timing import event, summary
@@ -87,9 +87,9 @@ def _peer(name: str, device: torch.device) -> Attend:
 def measure_step(case: BenchCase, settings: Settings) -> Row:
     """Microseconds of a step on the device and on the host, by variant, and our host time to assemble a new layout.
     `missing` could not run, `failed` ran and is wrong."""
-    device, packing = settings.timing.device, packing_of(case)
+    device, kind = settings.timing.device, pack_kind_of(case)
     layers, untimed, assembled = EFFORT[device.type]
-    drawn = islice(packing.problems(0), untimed + settings.timing.rounds)
+    drawn = islice(kind.problems(0), untimed + settings.timing.rounds)
     layouts = [replace(layout, dtype=case.problem.dtype) for layout in drawn]
     before, new = layouts[:untimed], layouts[untimed:]
     tensors = Layers.of(layouts[0], device, layers)
@@ -101,7 +101,7 @@ def measure_step(case: BenchCase, settings: Settings) -> Row:
         "default": OURS,
         **{key: {} for key in ("us", "host_us", "error", "same_bits", "missing", "failed")},
     }
-    for layout in islice(packing.problems(1), assembled):  # a run that has begun knows the templates of most lengths
+    for layout in islice(kind.problems(1), assembled):  # a run that has begun knows the templates of most lengths
         assemble_us(replace(layout, dtype=case.problem.dtype), device)
     ready: dict[str, Attend] = {}
     for name, make in variants(settings).items():

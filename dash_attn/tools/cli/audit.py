@@ -19,7 +19,7 @@ from dash_attn.tools.cli.shapes import ShapeOptions, parse_numbers
 from dash_attn.tools.cli.workload import parse_names
 
 if TYPE_CHECKING:
-    from dash_attn.tools.bench.audit.audit import Entry, Plan, Report, Subject
+    from dash_attn.tools.bench.audit.audit import AuditSettings, Entry, Report, Subject
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class AuditOptions:
 
         return "cpu" if self.cpu or not torch.cuda.is_available() else "cuda"
 
-    def plan(self) -> Plan:
-        from dash_attn.tools.bench.audit.audit import Plan
+    def settings(self) -> AuditSettings:
+        from dash_attn.tools.bench.audit.audit import AuditSettings
         from dash_attn.tools.bench.audit.invariance import CHANGES
         from dash_attn.tools.bench.audit.ranks import spots_of
         from dash_attn.tools.bench.audit.stressors import PROCESSES, stressors_on
@@ -129,7 +129,7 @@ class AuditOptions:
             if self.invariance and given != default:
                 raise ValueError(f"--{option}: --invariance compares single calls with inputs of its own: leave it out")
         effort = (self.repeats, self.processes, self.timeout, self.at_once, self.invariance)
-        return Plan(self.device(), stress, *effort, seed=self.seed, ranks=ranks, calls=self.calls)
+        return AuditSettings(self.device(), stress, *effort, seed=self.seed, ranks=ranks, calls=self.calls)
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
@@ -159,18 +159,18 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     from dash_attn.tools.bench.audit.rounds import audit_for
     from dash_attn.tools.bench.audit.targets import CONTROL, parse
 
-    plan, targets = options.plan(), parse_names("--target", options.target)
+    settings, targets = options.settings(), parse_names("--target", options.target)
     if options.all_parts:
         from dash_attn.tools.cli.everything import audit_everything
 
         with _sigterm_as_ctrl_c():
-            raise typer.Exit(audit_everything(options, shape.given(), plan, as_json))
+            raise typer.Exit(audit_everything(options, shape.given(), settings, as_json))
     for target in targets:
-        if parse(target)[0] != "ours" and plan.ranks:
+        if parse(target)[0] != "ours" and settings.ranks:
             raise ValueError(f"--target {target}: --ranks compares ours and ours:POLICY only")
     targets += (CONTROL,) if options.invariance else ()
     chosen = subjects(options, shape)
-    environment = record.environment(torch.device(plan.device))
+    environment = record.environment(torch.device(settings.device))
     earlier = earlier_value(options.out, options.add)
     together = environment if earlier is None else record.joined(earlier["environment"], environment)
 
@@ -180,9 +180,9 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
 
     with _sigterm_as_ctrl_c():
         if options.minutes is None:
-            report = audit(chosen, targets, plan, keep)
+            report = audit(chosen, targets, settings, keep)
         else:
-            report = audit_for(options.minutes, chosen, targets, plan, keep)
+            report = audit_for(options.minutes, chosen, targets, settings, keep)
     keep(report)
     report = {"environment": environment} | report
     if as_json:

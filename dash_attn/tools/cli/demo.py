@@ -34,7 +34,7 @@ JITTER = 1e-3  # seconds by which a contribution may be late, so that unordered 
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyCheck:
     """One policy on one mask."""
 
     mask: str
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_demo(out: Path, quick: bool) -> None:
-    """Print the outcomes and write the report."""
+    """Print the checks and write the report."""
     screen = console()
     began = time.perf_counter()
     length = 1024 if quick else 1536
@@ -58,21 +58,21 @@ def run_demo(out: Path, quick: bool) -> None:
         f"Backend: CPU, {threads} threads. Attention forward and backward, batch 1, {length} tokens, "
         f"4 query and 2 key/value heads, head dim 64, fp32, tiles {shape}."
     )
-    outcomes, control = [], {}
+    checks, control = [], {}
     columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as progress:
         bar = progress.add_task("", total=sum(map(len, policies.values())) + len(problems))
         for problem, names in policies.items():
-            case, mask = Case.make(problem), str(problem.mask)
+            trial, mask = Trial.make(problem), str(problem.mask)
             for name in names:
                 progress.update(bar, description=f"{mask}, {name}")
-                outcomes.append(case.check(name))
+                checks.append(trial.check(name))
                 progress.advance(bar)
             progress.update(bar, description=f"{mask}, unordered")
-            control[mask] = case.unordered()
+            control[mask] = trial.unordered()
             progress.advance(bar)
 
-    screen.print(_run_table(outcomes))
+    screen.print(_run_table(checks))
     for mask, deviation in control.items():
         screen.print(
             f"Control, {mask} mask: if contributions are added as they come, {REPEATS} runs differ by up to "
@@ -85,10 +85,10 @@ def run_demo(out: Path, quick: bool) -> None:
             f"policy ran {REPEATS} times: twice with {threads} threads, then with 1 and 2 threads and random delays. "
             "Same bits means that dQ, dK and dV never differed in a single bit. The error is the largest deviation of "
             "a gradient from float64.",
-            _run_rows(outcomes),
+            _run_rows(checks),
         )
     ]
-    bits_repeat = all(outcome.same_bits for outcome in outcomes)
+    bits_repeat = all(check.same_bits for check in checks)
     device = usable_device()
     if device.type == "cuda":
         screen.print("A Hopper GPU: compiling the kernels takes up to a minute the first time.")
@@ -122,7 +122,7 @@ def run_demo(out: Path, quick: bool) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Trial:
     """Inputs, the float64 gradients, and how far torch's own gradients are from them."""
 
     problem: Problem
@@ -131,18 +131,18 @@ class Case:
     torch_error: float
 
     @staticmethod
-    def make(problem: Problem) -> Case:
+    def make(problem: Problem) -> Trial:
         operands = draw_operands(problem, CPU)
         want = exact(problem, *operands[:4]).gradients
-        return Case(problem, operands, want, _deviation(_torch_gradients(problem, operands), want))
+        return Trial(problem, operands, want, _deviation(_torch_gradients(problem, operands), want))
 
-    def check(self, policy: str) -> Outcome:
+    def check(self, policy: str) -> PolicyCheck:
         """Run it again and again, with other thread counts and delays, and compare bits."""
         first, again = self._gradients(policy), self._gradients(policy)
         runs = [again] + [self._gradients(policy, threads=t, jitter=JITTER) for t in range(1, REPEATS - 1)]
         same = all(torch.equal(a, b) for run in runs for a, b in zip(run, first, strict=True))
         error, fingerprint = _deviation(first, self.exact), self._prepared(policy).plan.fingerprint
-        return Outcome(str(self.problem.mask), policy, fingerprint, error, self.torch_error, same)
+        return PolicyCheck(str(self.problem.mask), policy, fingerprint, error, self.torch_error, same)
 
     def unordered(self) -> float:
         """Largest difference between runs that add contributions as they come."""
@@ -169,7 +169,7 @@ def _deviation(some: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...])
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(some, others, strict=True))
 
 
-def _run_rows(outcomes: list[Outcome]) -> list[list[object]]:
+def _run_rows(checks: list[PolicyCheck]) -> list[list[object]]:
     header: list[object] = ["mask", "policy", "same bits", "error", "torch's error", "fingerprint"]
     return [header] + [
         [
@@ -180,12 +180,12 @@ def _run_rows(outcomes: list[Outcome]) -> list[list[object]]:
             f"{o.torch_error:.1e}",
             o.fingerprint,
         ]
-        for o in outcomes
+        for o in checks
     ]
 
 
-def _run_table(outcomes: list[Outcome]) -> Table:
-    header, *body = _run_rows(outcomes)
+def _run_table(checks: list[PolicyCheck]) -> Table:
+    header, *body = _run_rows(checks)
     table = Table(title="Run on this machine", title_justify="left", header_style="bold")
     for name in header:
         table.add_column(str(name))

@@ -11,13 +11,13 @@ from dash_attn.tools.cli.app import emit
 from dash_attn.tools.cli.workload import parse_names
 
 if TYPE_CHECKING:
-    from dash_attn.tools.bench.audit.audit import Plan, Report
+    from dash_attn.tools.bench.audit.audit import AuditSettings, Report
     from dash_attn.tools.cli.audit import AuditOptions
 
 MINUTES = 2.0  # without --minutes
 
 
-def audit_everything(options: AuditOptions, shape: Sequence[str], plan: Plan, as_json: bool) -> int:
+def audit_everything(options: AuditOptions, shape: Sequence[str], settings: AuditSettings, as_json: bool) -> int:
     """Run the parts that --stress names, or all of them. The result is the exit status. `shape` names options."""
     import torch
 
@@ -33,13 +33,13 @@ def audit_everything(options: AuditOptions, shape: Sequence[str], plan: Plan, as
     for part in parts:
         if part not in PARTS:
             raise ValueError(f"--stress {part!r}: with --all choose from {', '.join(PARTS)}")
-    environment = {"environment": record.environment(torch.device(plan.device))}
+    environment = {"environment": record.environment(torch.device(settings.device))}
 
     def keep(report: Report) -> None:
         if options.out is not None:
             record.write_json(environment | report, options.out)
 
-    report = environment | audit_all(options.minutes or MINUTES, parts, plan, keep)
+    report = environment | audit_all(options.minutes or MINUTES, parts, settings, keep)
     if as_json:
         emit(report)
     else:

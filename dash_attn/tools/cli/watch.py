@@ -125,7 +125,7 @@ def owner(optimizer: Optimizer) -> nn.Module | None:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Compared:
     """Two runs, their first difference and its causes."""
 
     a: list[Record]
@@ -176,19 +176,19 @@ def diff_command(
     as_json: Json = False,
 ) -> None:
     """Name the first operation in which two recorded runs differ: exit 0 if none does, exit 1 if one does."""
-    answer = compared(a, b)
+    runs = compared(a, b)
     if picture is not None:
-        draw(answer, picture)
+        draw(runs, picture)
     if as_json:
-        emit(answer.facts())
+        emit(runs.facts())
     else:
-        tell(answer)
+        tell(runs)
         wrote([picture])
-    if answer.difference is not None:
+    if runs.difference is not None:
         raise typer.Exit(1)
 
 
-def compared(a: Path, b: Path) -> Answer:
+def compared(a: Path, b: Path) -> Compared:
     from dash_attn.watching.causes import causes
     from dash_attn.watching.difference import common_steps, first_difference
     from dash_attn.watching.files import load_run
@@ -204,22 +204,22 @@ def compared(a: Path, b: Path) -> Answer:
     except ValueError as error:
         raise FileProblem(str(error)) from error
     reasons = [] if difference is None else causes(difference, one[0].environment, two[0].environment)
-    return Answer(one, two, difference, reasons)
+    return Compared(one, two, difference, reasons)
 
 
-def tell(answer: Answer) -> None:
-    """The answer for people."""
-    first = answer.difference
-    unequal = [len(pair[0].steps) != len(pair[1].steps) for pair in zip(answer.a, answer.b, strict=True)]
+def tell(runs: Compared) -> None:
+    """The comparison for people."""
+    first = runs.difference
+    unequal = [len(pair[0].steps) != len(pair[1].steps) for pair in zip(runs.a, runs.b, strict=True)]
     beyond = ", which both runs have" if any(unequal) else ""
     if first is None:
-        rows = sum(len(step.rows) for record in answer.a for step in record.steps.values())
-        typer.echo(f"no difference in {counted(answer.steps)}{beyond} ({rows} fingerprints in the first run)")
-        if answer.share != "1":
-            typer.echo(f"A step read {answer.share} of each large tensor that a layer of torch.nn computes.")
+        rows = sum(len(step.rows) for record in runs.a for step in record.steps.values())
+        typer.echo(f"no difference in {counted(runs.steps)}{beyond} ({rows} fingerprints in the first run)")
+        if runs.share != "1":
+            typer.echo(f"A step read {runs.share} of each large tensor that a layer of torch.nn computes.")
         return
-    rank = f" of rank {first.rank}" if len(answer.a) > 1 else ""
-    kind = answer.a[0].environment.get("modules", {}).get(first.row.module)
+    rank = f" of rank {first.rank}" if len(runs.a) > 1 else ""
+    kind = runs.a[0].environment.get("modules", {}).get(first.row.module)
     where = f" of {first.row.module}{f' ({kind})' if kind else ''}" if first.row.module else ""
     before = "It is the first step of the records."
     if first.steps_equal:
@@ -249,7 +249,7 @@ def tell(answer: Answer) -> None:
             f" --steps {again.start}:{again.stop} --share 1",
         ]
     lines += ["", "Usual causes (! if the records show it):"]
-    for cause in answer.causes:
+    for cause in runs.causes:
         lines.append(f"  {'!' if cause.seen else '-'} {cause.name}: {cause.evidence}")
         lines.append(f"      {cause.advice}")
     typer.echo(os.linesep.join(lines))
@@ -259,9 +259,9 @@ def counted(steps: int) -> str:
     return f"{steps} step{'' if steps == 1 else 's'}"
 
 
-def draw(answer: Answer, path: Path) -> None:
+def draw(runs: Compared, path: Path) -> None:
     from dash_attn.tools.viz.parted import picture
 
-    rank = answer.a[0].rank if answer.difference is None else answer.difference.rank
-    pair = next(pair for pair in zip(answer.a, answer.b, strict=True) if pair[0].rank == rank)
-    picture(*pair, answer.difference, path)
+    rank = runs.a[0].rank if runs.difference is None else runs.difference.rank
+    pair = next(pair for pair in zip(runs.a, runs.b, strict=True) if pair[0].rank == rank)
+    picture(*pair, runs.difference, path)

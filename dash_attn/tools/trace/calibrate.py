@@ -108,7 +108,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Call:
+class CallModel:
     """The model of a whole call of one head dim, in microseconds."""
 
     machine: Machine
@@ -134,9 +134,9 @@ class Call:
     def numbers(self) -> Floats:
         return np.array([*(getattr(self.machine, name) for name in FITTED), self.start, self.finish])
 
-    def with_numbers(self, numbers: Floats) -> Call:
+    def with_numbers(self, numbers: Floats) -> CallModel:
         *times, start, finish = numbers.tolist()
-        return Call(replace(self.machine, **dict(zip(FITTED, times, strict=True))), start, finish)
+        return CallModel(replace(self.machine, **dict(zip(FITTED, times, strict=True))), start, finish)
 
 
 # First values of a fit, for each head dim. They are near the fitted H200, because a makespan as a function of these
@@ -145,8 +145,8 @@ class Call:
 # larger than in traces, because it also stands for adds and ends of chains, which differ more and have no jitter of
 # their own.
 BEGIN = {
-    128: Call(Machine(2.05, 2.3, 0.3, 2.0, 0.0, 0.01, store=6.5, fetch=0.7, first=0.85, jitter=0.1), 48.0, 10.0),
-    64: Call(Machine(2.35, 1.8, 0.06, 1.4, 0.0, 0.3, 2, 1, 1.8, 1.2, first=0.7, jitter=0.1), 48.0, 44.0),
+    128: CallModel(Machine(2.05, 2.3, 0.3, 2.0, 0.0, 0.01, store=6.5, fetch=0.7, first=0.85, jitter=0.1), 48.0, 10.0),
+    64: CallModel(Machine(2.35, 1.8, 0.06, 1.4, 0.0, 0.3, 2, 1, 1.8, 1.2, first=0.7, jitter=0.1), 48.0, 44.0),
 }
 
 
@@ -205,7 +205,7 @@ def _cell_of(trace: Trace) -> Cell:
     return Cell(f"{name} {problem.batch}x{problem.heads_q}", problem)
 
 
-def fit(samples: Sequence[Sample], begin: Call, rounds: int = 12) -> Call:
+def fit(samples: Sequence[Sample], begin: CallModel, rounds: int = 12) -> CallModel:
     """Least squares of the relative errors, by damped Gauss-Newton steps in the logarithms of the times."""
     target = np.array([s.us for s in samples])
 
@@ -295,7 +295,7 @@ class CellReport:
 class Calibration:
     """The fitted model of each head dim, and how well it predicts each cell."""
 
-    calls: dict[int, Call]
+    models: dict[int, CallModel]
     cells: tuple[CellReport, ...]
 
     def part(self, main_only: bool) -> Calibration:
@@ -317,11 +317,11 @@ class Calibration:
     def to_json(self) -> dict[str, Any]:
         """The content of dash_attn/simulate/h200.json: times in microseconds, to the nanosecond."""
 
-        def rounded(call: Call) -> dict[str, Any]:
-            times = {name: round(value, 3) for name, value in asdict(call.machine).items()}
-            return {"machine": times, "start": round(call.start, 1), "finish": round(call.finish, 1)}
+        def rounded(model: CallModel) -> dict[str, Any]:
+            times = {name: round(value, 3) for name, value in asdict(model.machine).items()}
+            return {"machine": times, "start": round(model.start, 1), "finish": round(model.finish, 1)}
 
-        return {str(dim): rounded(call) for dim, call in sorted(self.calls.items())}
+        return {str(dim): rounded(model) for dim, model in sorted(self.models.items())}
 
 
 def calibrate(samples: Sequence[Sample]) -> Calibration:
@@ -330,14 +330,14 @@ def calibrate(samples: Sequence[Sample]) -> Calibration:
     return hold({dim: fit([s for s in samples if s.cell.dim == dim], BEGIN[dim]) for dim in dims}, samples)
 
 
-def hold(calls: dict[int, Call], samples: Sequence[Sample]) -> Calibration:
+def hold(models: dict[int, CallModel], samples: Sequence[Sample]) -> Calibration:
     """Compare the predictions of a model of each head dim with the measurements."""
     rows: dict[tuple[Cell, bool], list[tuple[Sample, float]]] = {}
-    for dim, call in calls.items():
+    for dim, model in models.items():
         mine = [s for s in samples if s.cell.dim == dim]
-        for sample, us in zip(mine, call.predict(mine).tolist(), strict=True):
+        for sample, us in zip(mine, model.predict(mine).tolist(), strict=True):
             rows.setdefault((sample.cell, sample.main_only), []).append((sample, us))
-    return Calibration(calls, tuple(_report(cell, main_only, row) for (cell, main_only), row in rows.items()))
+    return Calibration(models, tuple(_report(cell, main_only, row) for (cell, main_only), row in rows.items()))
 
 
 def _report(cell: Cell, main_only: bool, predicted: Sequence[tuple[Sample, float]]) -> CellReport:

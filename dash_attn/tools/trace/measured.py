@@ -26,7 +26,7 @@ TIE_APART = 100_000
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class EventRows:
     """Which row of the events belongs to which task or chain.
 
     Tasks are in the order of the board, chains in placement order. The end of a chain has one row. The end of a cut
@@ -39,7 +39,7 @@ class Rows:
     end_row: Longs
 
     @staticmethod
-    def of(trace: Trace) -> Rows:
+    def of(trace: Trace) -> EventRows:
         board, placement = trace.board, trace.placement
         lengths, ends = np.diff(board.task_first)[placement.chains], ends_of(board)
         worker = np.repeat(np.arange(len(placement.first) - 1), np.diff(placement.first))
@@ -49,7 +49,7 @@ class Rows:
         chain_worker[placement.chains], first[placement.chains] = worker, entry
         chain = np.repeat(np.arange(len(board.chains)), np.diff(board.task_first))
         row = 1 + first[chain] + np.arange(board.num_tasks) - board.task_first[chain]
-        return Rows(chain_worker[chain], row, worker, (1 + entry + lengths)[:, None] + np.arange(ends))
+        return EventRows(chain_worker[chain], row, worker, (1 + entry + lengths)[:, None] + np.arange(ends))
 
     @property
     def most(self) -> int:
@@ -69,7 +69,7 @@ class Measured:
     trace: Trace
     sm: Longs  # of each worker
     start: Floats  # of each worker
-    rows: Rows
+    rows: EventRows
     task: dict[str, Floats]
     begun: Floats
     end: dict[str, Floats]
@@ -165,7 +165,7 @@ class Measured:
 
 def measured(trace: Trace) -> Measured:
     """Find the events of each task, and convert the cycles of all SMs to one time axis."""
-    rows, events = Rows.of(trace), trace.events
+    rows, events = EventRows.of(trace), trace.events
     if events.ndim != 3 or events.shape[2] != len(STAMPS) or len(events) != len(trace.placement.first) - 1:
         raise ValueError(f"events of shape {events.shape} do not belong to {len(trace.placement.first) - 1} workers")
     if events.shape[1] <= rows.most:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import dash_attn
 from dash_attn.api import ops
-from dash_attn.api.ops import Order, Posed
+from dash_attn.api.ops import OrderArguments, Posed
 from dash_attn.backends.sm90.fa4 import Fa4Forward, entry
 from dash_attn.backends.sm90.forwards import VARIABLE, FlashAttention4, LibraryForward
 from dash_attn.backends.sm90.packing import packing_of, unpacked
@@ -161,7 +161,7 @@ def test_opcheck() -> None:
     plain = (None, None, *Posed.of(CAUSAL, None)[:-1])
     torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *plain))
     out, lse = ops.forward(q, k, v, *plain)
-    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *Order("auto", True, 0))
+    operands = (torch.ones_like(out), q, k, v, out, lse, *plain, *OrderArguments("auto", True, 0))
     torch.library.opcheck(torch.ops.dash_attn.backward.default, operands)
 
 

@@ -14,7 +14,7 @@ from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.routes import Routes
 from dash_attn.prepare import prepare_panels
 from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, window
-from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
 from dash_attn.tools.bench.audit.ranks import spots_of
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.bench.operands import draw
@@ -72,7 +72,7 @@ def on_ranks(
             if sent
         }
         for each in route.sums:
-            parts = [KeySums(*(x[:, p.first : p.first + p.count] for x in come[p.source])) for p in each.parts]
+            parts = [KeySums(*(x[:, p.first : p.first + p.count] for x in come[p.source])) for p in each.addends]
             held.fold(parts, KeySums(*(x[:, slice(*each.rows)] for x in flat)))
         dk[:, rows], dv[:, rows] = into
     return new_out, new_lse, Gradients(dq, dk, dv)
@@ -169,7 +169,7 @@ def test_packs(policy: str) -> None:
 
 
 def test_another_order_of_the_sums_is_noticed() -> None:
-    """The control: the first part has all rows, so it stays the first, and the others are turned round."""
+    """The control: the first addend has all rows, so it stays the first, and the others are turned round."""
     problem = Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL, panels=8)
     case = Case.make(problem)
     held = prepare_panels(problem, problem.panel_list, "auto", Options(), DEVICE)
@@ -187,7 +187,7 @@ def test_another_order_of_the_sums_is_noticed() -> None:
 @pytest.mark.alone
 def test_an_audit_of_processes_that_share_the_gpu() -> None:
     """Ranks with a group of gloo, or of NCCL if there are GPUs enough, in every mode and layout."""
-    how = Plan("cuda", tuple(spots_of((1, 2))), invariance=True, ranks=(1, 2))
+    how = AuditSettings("cuda", tuple(spots_of((1, 2))), invariance=True, ranks=(1, 2))
     report = audit([Subject("one", Problem(1, 4, 2, 1000, 1000, 128, mask=CAUSAL))], ["ours", CONTROL], how)
     assert report["ok"], [(entry["stressor"], entry["status"], entry["why"]) for entry in report["entries"]]
 

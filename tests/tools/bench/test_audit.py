@@ -22,7 +22,7 @@ import dash_attn
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import watch
-from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
 from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
@@ -60,7 +60,7 @@ def job(step: Path, folder: Path, target: str, *stressors: str) -> dict:
 
 
 def test_ours_repeats_under_every_stressor(in_process: None) -> None:
-    how = Plan("cpu", ("plain", "threads", "workers", "jitter", "processes"), repeats=2, processes=2)
+    how = AuditSettings("cpu", ("plain", "threads", "workers", "jitter", "processes"), repeats=2, processes=2)
     report = audit([Subject("causal", PROBLEM)], ["ours", "ours:fa3"], how)
     assert report["ok"]
     assert [e["stressor"] for e in report["entries"]] == list(how.stressors) * 2
@@ -68,7 +68,9 @@ def test_ours_repeats_under_every_stressor(in_process: None) -> None:
 
 
 def test_a_difference_is_found_and_described(in_process: None, fakes: str) -> None:
-    report = audit([Subject("causal", PROBLEM)], [f"{fakes}:differs"], Plan("cpu", ("plain", "threads"), repeats=8))
+    report = audit(
+        [Subject("causal", PROBLEM)], [f"{fakes}:differs"], AuditSettings("cpu", ("plain", "threads"), repeats=8)
+    )
     (plain, threads) = report["entries"]
     assert not report["ok"]
     assert plain["status"] == "DIFFERS" and plain["differing"] == 3  # calls 3, 6 and 9; the first is the reference
@@ -82,7 +84,7 @@ def test_a_difference_is_found_and_described(in_process: None, fakes: str) -> No
 
 def test_a_repeat_of_several_calls(in_process: None, fakes: str) -> None:
     """All of its calls are compared and counted. If some of them differ, the repeat counts once."""
-    how = Plan("cpu", ("plain", "workers"), repeats=3, calls=4)
+    how = AuditSettings("cpu", ("plain", "workers"), repeats=3, calls=4)
     report = audit([Subject("causal", PROBLEM)], ["ours", f"{fakes}:differs"], how)
     runs = [(e["stressor"], e["runs"], e["differing"]) for e in report["entries"]]
     assert runs == [("plain", 12, 0), ("workers", 12, 0), ("plain", 12, 3), ("workers", 0, 0)]
@@ -115,7 +117,7 @@ def test_a_result_of_another_shape_is_an_error() -> None:
 
 
 def test_what_is_missing_is_not_passed(in_process: None, fakes: str) -> None:
-    report = audit([Subject("x", PROBLEM)], [f"{fakes}:absent", "fa4 det"], Plan("cpu", ("plain",), repeats=1))
+    report = audit([Subject("x", PROBLEM)], [f"{fakes}:absent", "fa4 det"], AuditSettings("cpu", ("plain",), repeats=1))
     assert [e["status"] for e in report["entries"]] == ["missing", "missing"]
     assert not report["ok"] and "not for this machine" in report["entries"][0]["why"]
 
@@ -175,7 +177,7 @@ def test_after_a_hang_the_other_stressors_still_run(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(audits, "watched", watched)
     subject = Subject("x", file=tmp_path)
-    entries = audit([subject], ["ours"], Plan("cpu", ("plain", "workers", "jitter")))["entries"]
+    entries = audit([subject], ["ours"], AuditSettings("cpu", ("plain", "workers", "jitter")))["entries"]
     assert asked == [["plain", "workers", "jitter"], ["jitter"]]
     assert [(e["stressor"], e["status"]) for e in entries] == [
         ("plain", "same bits"),
@@ -196,7 +198,7 @@ def test_fresh_processes_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_p
         return [Heard("done", results=[result]) for _ in jobs]
 
     monkeypatch.setattr(audits, "watched", watched)
-    how = Plan("cpu", ("plain", "processes"), processes=3, at_once=4)
+    how = AuditSettings("cpu", ("plain", "processes"), processes=3, at_once=4)
     report = audit([Subject("x", file=tmp_path)], ["ours", "any"], how)
     fresh = [("ours", "processes")] * 3 + [("any", "processes")] * 3
     assert asked == [[("ours", "plain")], [("any", "plain")], fresh[:4], fresh[4:]]
@@ -209,7 +211,7 @@ def test_fresh_processes_run_side_by_side(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_progress_says_what_is_done_now(in_process: None, fakes: str, capsys) -> None:
-    how = Plan("cpu", ("plain", "jitter", "processes"), repeats=1)
+    how = AuditSettings("cpu", ("plain", "jitter", "processes"), repeats=1)
     audit([Subject(name, PROBLEM) for name in ("a", "b")], ["ours", f"{fakes}:copies"], how)
     said = capsys.readouterr()
     lines = [re.sub(r", \d+ s]", "]", line) for line in said.err.splitlines()]
@@ -359,7 +361,9 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(in_process: None, fakes: str
 
 def test_the_file_grows_with_every_finding(in_process: None, fakes: str) -> None:
     kept: list[dict] = []
-    report = audit([Subject("x", PROBLEM)], [f"{fakes}:copies"], Plan("cpu", ("plain", "processes"), 1), kept.append)
+    report = audit(
+        [Subject("x", PROBLEM)], [f"{fakes}:copies"], AuditSettings("cpu", ("plain", "processes"), 1), kept.append
+    )
     assert [len(each["entries"]) for each in kept] == [0, 1, 2]  # first of all: an older file is not this run's
     assert not any(each["ok"] or each["complete"] for each in kept) and report["ok"] and report["complete"]
 

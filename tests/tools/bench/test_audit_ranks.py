@@ -10,7 +10,7 @@ import torch
 
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import ranks
-from dash_attn.tools.bench.audit.audit import Plan, Report, Subject, audit
+from dash_attn.tools.bench.audit.audit import AuditSettings, Report, Subject, audit
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.cli.audit import shown_invariance
 from dash_attn.tools.cli.main import main as dash_attn_command
@@ -20,7 +20,7 @@ PROBLEM = Problem(1, 4, 2, 100, 100, 16, "float32", mask=CAUSAL)
 
 
 def audited(targets: list[str], numbers: tuple[int, ...], problem: Problem = PROBLEM, *spots: str) -> Report:
-    how = Plan("cpu", spots or tuple(ranks.spots_of(numbers)), invariance=True, ranks=numbers)
+    how = AuditSettings("cpu", spots or tuple(ranks.spots_of(numbers)), invariance=True, ranks=numbers)
     return audit([Subject("one", problem)], targets, how)
 
 

@@ -15,14 +15,14 @@ import torch
 
 from dash_attn.backends.sm90 import store
 from dash_attn.tools.bench.audit import attempts, everything
-from dash_attn.tools.bench.audit.audit import Plan
+from dash_attn.tools.bench.audit.audit import AuditSettings
 from dash_attn.tools.bench.audit.everything import PARTS, audit_all, subjects
 from dash_attn.tools.bench.audit.watch import Hear, Heard
 from dash_attn.tools.bench.audit.whole import Bits
 from dash_attn.tools.cli.everything import shown_parts
 from dash_attn.tools.cli.main import main as dash_attn_command
 
-HOW = Plan("cpu", ("plain",), repeats=2)
+HOW = AuditSettings("cpu", ("plain",), repeats=2)
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_repeats(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_repeats_that_differ(in_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     audit = everything.audit
     monkeypatch.setattr(everything, "audit", lambda subjects, targets, how: audit(subjects, ["any"], how))
-    report = audit_all(1e-9, ("repeats",), Plan("cpu", ("plain",), repeats=4), lambda _: None)
+    report = audit_all(1e-9, ("repeats",), AuditSettings("cpu", ("plain",), repeats=4), lambda _: None)
     (part,) = report["parts"]
     assert not report["ok"] and part["failed"] == part["outcomes"]["other bits"] > 0 and "dq" in part["why"][0]
 

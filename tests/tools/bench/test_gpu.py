@@ -9,7 +9,7 @@ import torch
 
 from dash_attn.problem import CAUSAL, FULL, Problem, documents
 from dash_attn.tools.bench import cases, packs
-from dash_attn.tools.bench.audit.audit import Plan, Subject, audit
+from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
 from dash_attn.tools.bench.audit.invariance import CHANGES
 from dash_attn.tools.bench.audit.stressors import ON_GPU, PROCESSES
 from dash_attn.tools.bench.audit.targets import CONTROL
@@ -95,12 +95,12 @@ def test_a_step(cuda: torch.device) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_sequence_keeps_its_bits_in_any_company(cuda: torch.device, dim: int, mask) -> None:
     subject = Subject("one", Problem(1, 16, 4, 1900, 1900, dim, mask=mask))
-    report = audit([subject], ["ours", CONTROL], Plan("cuda", tuple(CHANGES), invariance=True))
+    report = audit([subject], ["ours", CONTROL], AuditSettings("cuda", tuple(CHANGES), invariance=True))
     assert report["ok"], [(e["target"], e["stressor"], e["status"], [*e["tensors"]]) for e in report["entries"]]
 
 
 def test_audit_under_every_stressor(cuda: torch.device, tmp_path: Path) -> None:
-    how = Plan("cuda", (*ON_GPU, PROCESSES), repeats=5, processes=1)
+    how = AuditSettings("cuda", (*ON_GPU, PROCESSES), repeats=5, processes=1)
     report = audit([Subject("causal", Problem(1, 8, 2, 2048, 2048, mask=CAUSAL))], ["ours"], how)
     assert report["ok"], report["entries"]
 
@@ -108,7 +108,7 @@ def test_audit_under_every_stressor(cuda: torch.device, tmp_path: Path) -> None:
 @pytest.mark.parametrize("calls", [1, 64])
 def test_every_stressor_notices_a_backward_without_order(cuda: torch.device, calls: int) -> None:
     """Also if a repeat has many calls, which the GPU compares."""
-    how = Plan("cuda", tuple(ON_GPU), repeats=20 if calls == 1 else 3, calls=calls)
+    how = AuditSettings("cuda", tuple(ON_GPU), repeats=20 if calls == 1 else 3, calls=calls)
     report = audit([Subject("causal", Problem(4, 16, 16, 2048, 2048, mask=CAUSAL))], ["any"], how)
     assert {entry["status"] for entry in report["entries"]} == {"DIFFERS"}, report["entries"]
 
@@ -116,7 +116,7 @@ def test_every_stressor_notices_a_backward_without_order(cuda: torch.device, cal
 @pytest.mark.parametrize("pack", [(), (300, 700, 8, 40)], ids=["cut chains", "a pack"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_many_calls_of_a_repeat(cuda: torch.device, dim: int, pack: tuple[int, ...]) -> None:
-    how, tokens = Plan("cuda", tuple(ON_GPU), repeats=3, calls=64), sum(pack) or 1024
+    how, tokens = AuditSettings("cuda", tuple(ON_GPU), repeats=3, calls=64), sum(pack) or 1024
     report = audit([Subject("x", Problem(1, 8, 2, tokens, tokens, dim, mask=CAUSAL), pack=pack)], ["ours"], how)
     assert report["ok"], report["entries"]
     assert report["stressors"] == {name: 3 * 64 * (64 if name == "burst" else 1) for name in ON_GPU}

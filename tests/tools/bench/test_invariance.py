@@ -11,7 +11,7 @@ import torch
 
 import dash_attn
 from dash_attn.problem import CAUSAL, FULL, Problem
-from dash_attn.tools.bench.audit.audit import Plan, Report, Subject, audit
+from dash_attn.tools.bench.audit.audit import AuditSettings, Report, Subject, audit
 from dash_attn.tools.bench.audit.invariance import CHANGES, Scene, part
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.bench.audit.whole import Bits, whole_of
@@ -24,7 +24,7 @@ PROBLEM = Problem(1, 4, 2, 600, 600, 16, "float32", mask=CAUSAL)
 
 
 def audited(targets: list[str], problem: Problem = PROBLEM, *changes: str) -> Report:
-    how = Plan("cpu", changes or tuple(CHANGES), invariance=True)
+    how = AuditSettings("cpu", changes or tuple(CHANGES), invariance=True)
     return audit([Subject("one", problem)], targets, how)
 
 
@@ -99,22 +99,22 @@ def test_the_sequence_is_where_a_change_says(change: str) -> None:
     scene = Scene(PROBLEM, CPU)
     _, q, k, v = scene.subject
     whole = Bits(q, q[..., 0].T, q, k, v)
-    for posed, place, kv_heads in CHANGES[change](scene):
+    for inputs, place, kv_heads in CHANGES[change](scene):
         mine = part(whole, PROBLEM, kv_heads)
-        for got, want in zip(posed.sequences[place][1:], (mine.dq, mine.dk, mine.dv), strict=True):
+        for got, want in zip(inputs.sequences[place][1:], (mine.dq, mine.dk, mine.dv), strict=True):
             assert torch.equal(got, want)
-        assert posed.problem().is_packed == posed.packed
+        assert inputs.problem().is_packed == inputs.packed
 
 
 def test_results_of_a_target_are_those_of_the_api() -> None:
     scene = Scene(PROBLEM, CPU)
-    posed, place, _ = next(CHANGES["packed"](scene))
-    lengths = [len(each.q) for each in posed.sequences]
+    inputs, place, _ = next(CHANGES["packed"](scene))
+    lengths = [len(each.q) for each in inputs.sequences]
     cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    dout, q, k, v = (torch.cat(each) for each in zip(*posed.sequences, strict=True))
+    dout, q, k, v = (torch.cat(each) for each in zip(*inputs.sequences, strict=True))
     out, lse = dash_attn.attention(q, k, v, causal=True, cu_seqlens=cu, return_lse=True)
     grads = dash_attn.backward(dout, q, k, v, out, lse, causal=True, cu_seqlens_q=cu)
-    mine, rows = whole_of("ours")(posed)[place], slice(cu[place], cu[place + 1])
+    mine, rows = whole_of("ours")(inputs)[place], slice(cu[place], cu[place + 1])
     want = (out[rows], lse[:, rows], *(x[rows] for x in grads))
     assert all(torch.equal(a, b) for a, b in zip(mine, want, strict=True))
 

@@ -47,7 +47,7 @@ def test_a_seed_fixes_the_layouts() -> None:
 
 
 def test_lengths_follow_their_distribution() -> None:
-    layouts = islice(packs.Packing(packs.LogNormal(500, 2**20), packs.Attention(1, 1)).problems(0), 1)
+    layouts = islice(packs.PackKind(packs.LogNormal(500, 2**20), packs.LayerShape(1, 1)).problems(0), 1)
     lengths = next(layouts).sequence_table[:-1, 2]
     assert lengths.mean() == pytest.approx(500, rel=0.1)
 

@@ -13,7 +13,7 @@ import pytest
 from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import child, rounds
-from dash_attn.tools.bench.audit.audit import Entry, Plan, Subject, reported
+from dash_attn.tools.bench.audit.audit import AuditSettings, Entry, Subject, reported
 from dash_attn.tools.bench.audit.rounds import added, audit_for
 from dash_attn.tools.bench.audit.targets import CONTROL
 from dash_attn.tools.bench.audit.watch import Hear, Heard
@@ -44,7 +44,7 @@ def test_rounds_begin_until_the_time_is_over(
 
     monkeypatch.setattr(child, "obey", spied)
     minutes(1.0)
-    report = audit_for(2.5, [SUBJECT], ["ours"], Plan("cpu", ("plain", "jitter"), repeats=4), kept.append)
+    report = audit_for(2.5, [SUBJECT], ["ours"], AuditSettings("cpu", ("plain", "jitter"), repeats=4), kept.append)
     assert seeds == [0, 1, 2]
     assert report["ok"] and report["complete"]
     assert report["counts"] == {"rounds": 3, "runs": 24, "differing": 0, "broken": 0}
@@ -61,7 +61,7 @@ def test_rounds_begin_until_the_time_is_over(
 def test_a_finding_stays(in_process: None, fakes: str, minutes: Callable[[float], None]) -> None:
     """Of a target that differs in some runs, in every round."""
     minutes(1.0)
-    report = audit_for(2, [SUBJECT], [f"{fakes}:differs"], Plan("cpu", ("plain",), repeats=8), lambda _: None)
+    report = audit_for(2, [SUBJECT], [f"{fakes}:differs"], AuditSettings("cpu", ("plain",), repeats=8), lambda _: None)
     (entry,) = report["entries"]
     assert report["complete"] and not report["ok"] and entry["status"] == "DIFFERS"
     assert entry["runs"] == 16 and report["counts"]["differing"] == entry["differing"] == entry["tensors"]["dk"]["runs"]
@@ -101,7 +101,7 @@ def test_the_control_is_not_counted() -> None:
 
 
 def test_a_round_in_which_nothing_runs_is_the_last(in_process: None, fakes: str) -> None:
-    report = audit_for(1e9, [SUBJECT], [f"{fakes}:absent"], Plan("cpu", ("plain",), 1), lambda _: None)
+    report = audit_for(1e9, [SUBJECT], [f"{fakes}:absent"], AuditSettings("cpu", ("plain",), 1), lambda _: None)
     assert report["counts"] == {"rounds": 1, "runs": 0, "differing": 0, "broken": 1} and not report["ok"]
 
 
@@ -116,7 +116,7 @@ def test_an_interrupt_keeps_the_rounds_before(monkeypatch: pytest.MonkeyPatch, t
         return [Heard("done")]
 
     monkeypatch.setattr(audits, "watched", watched)
-    report = audit_for(1e9, [Subject("x", file=tmp_path)], ["ours"], Plan("cpu", ("plain",)), lambda _: None)
+    report = audit_for(1e9, [Subject("x", file=tmp_path)], ["ours"], AuditSettings("cpu", ("plain",)), lambda _: None)
     assert not report["complete"] and not report["ok"]
     assert report["counts"]["runs"] == report["entries"][0]["runs"] == 10
 

@@ -14,7 +14,7 @@ from dash_attn.program import Program
 from dash_attn.simulate import Machine, Tickets, simulate
 from dash_attn.simulate.simulation import Work
 from dash_attn.tiling import TileShape, tile
-from dash_attn.tools.trace.measured import Rows
+from dash_attn.tools.trace.measured import EventRows
 from dash_attn.tools.trace.record import PACK, Trace, facts_of_pack, without_idle
 
 HAND_OVER, STAGE = 0.3, 0.1  # of a chain's end, and of a task's dQ
@@ -51,7 +51,7 @@ def synthetic(program: Work, workers: int, model: Machine, *, split: bool = Fals
     trace = Trace(program, placement, np.zeros((0, 0, 0), np.int64), {"us": {"call": result.makespan}})
     board = trace.board
     begin, stop, _, grant, landed = result.outcome.times[:, : board.num_tasks]
-    rows, count = Rows.of(trace), len(placement.first) - 1
+    rows, count = EventRows.of(trace), len(placement.first) - 1
     cost = model.compute + model.partial * board.tasks().partial
     columns = {
         "loaded": begin - 0.5,

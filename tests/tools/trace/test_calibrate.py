@@ -20,7 +20,7 @@ from dash_attn.tools.bench.ours import USUAL
 from dash_attn.tools.trace.calibrate import (
     BEGIN,
     WORKERS,
-    Call,
+    CallModel,
     Cell,
     CellReport,
     Sample,
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 POLICIES = {"full": ("shift:64", "fa3"), "causal": ("symmetric_shift:64", "spt", "descending")}
 
 
-def made_up(truth: Call, dim: int) -> list[Sample]:
+def made_up(truth: CallModel, dim: int) -> list[Sample]:
     samples = []
     for mask, policies in POLICIES.items():
         for length in (512, 2048):
@@ -54,7 +54,7 @@ def made_up(truth: Call, dim: int) -> list[Sample]:
 def test_a_fit_finds_what_made_the_times(dim: int) -> None:
     begin = BEGIN[dim]
     machine = replace(begin.machine, compute=begin.machine.compute * 1.2, reduce=begin.machine.reduce * 0.8)
-    truth = Call(machine, begin.start * 1.3, begin.finish)
+    truth = CallModel(machine, begin.start * 1.3, begin.finish)
     samples = made_up(truth, dim)
     fitted = fit(samples, begin)
     errors = fitted.predict(samples) / np.array([s.us for s in samples]) - 1
@@ -98,7 +98,7 @@ def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
     assert sample.us == pytest.approx(123.0) and sample.main_only and sample.cell.name == "d128 causal 1024 2x4"
     report = calibrate([sample])
     assert report.part(True).predicted == 1 and not report.part(False).cells and set(report.to_json()) == {"128"}
-    assert Machine(**report.to_json()["128"]["machine"]).compute == round(report.calls[128].machine.compute, 3)
+    assert Machine(**report.to_json()["128"]["machine"]).compute == round(report.models[128].machine.compute, 3)
 
 
 @pytest.mark.parametrize("mask", [window(300, 0), tiles([[1, 0], [1, 1]], 512, 512)], ids=str)
@@ -173,15 +173,17 @@ def test_the_fit_that_ships_beside_the_measurements() -> None:
     """What docs/trace.md says of it, by the files that it names."""
     grid, close, ours = (RESULTS / f"{suite}_h200.json" for suite in ("grid", "grid_close", "grid_ours"))
     fitted = json.loads(files_of("dash_attn.simulate").joinpath("h200.json").read_text(encoding="utf-8"))
-    calls = {int(dim): Call(Machine(**each["machine"]), each["start"], each["finish"]) for dim, each in fitted.items()}
-    report = hold(calls, read_samples([grid, close, ours, *sorted(RESULTS.glob("trace_*.npz"))]))
+    models = {
+        int(dim): CallModel(Machine(**each["machine"]), each["start"], each["finish"]) for dim, each in fitted.items()
+    }
+    report = hold(models, read_samples([grid, close, ours, *sorted(RESULTS.glob("trace_*.npz"))]))
     main, whole = report.part(True), report.part(False)
     assert len(main.cells) == len(whole.cells) == 24
     for part in (main, whole):
         assert max(abs(cell.auto_error or 1.0) for cell in part.cells) < 0.05
         assert part.predicted >= 23 and part.ranked == 24 and part.strictly_ranked >= 20
     assert max(cell.auto_loss or 0.0 for cell in whole.cells) < 0.029
-    alone = hold(calls, read_samples([close])).part(False)
+    alone = hold(models, read_samples([close])).part(False)
     assert len(alone.cells) == 24 and max(cell.auto_loss or 0.0 for cell in alone.cells) < 0.016
 
 

@@ -17,7 +17,7 @@ from dash_attn.simulate import Machine, Tickets, simulate
 from dash_attn.timeline import ROLES
 from dash_attn.tools.trace.calibrate import BEGIN
 from dash_attn.tools.trace.fit import fit_trace
-from dash_attn.tools.trace.measured import Rows, measured, shares
+from dash_attn.tools.trace.measured import EventRows, measured, shares
 from dash_attn.tools.trace.record import CHAINS, FACTS, FIRST, PACK, STEPS, drawn, load_trace, save_trace
 from dash_attn.tools.trace.timelines import simulated, timeline
 from tests.tools.trace.synthetic import cut_program, pack_of_documents, packed_trace, program_of, synthetic
@@ -64,7 +64,7 @@ def test_the_chains_that_workers_have_drawn() -> None:
     """Each bundle's first entry has its ticket plus 1."""
     tickets = Tickets.of(pack_of_documents())
     trace = synthetic(tickets, 12, MODEL)
-    rows, numbers = Rows.of(trace), np.zeros(trace.events.shape[:2], np.int64)
+    rows, numbers = EventRows.of(trace), np.zeros(trace.events.shape[:2], np.int64)
     first_row = rows.end_row[:, 0] - np.diff(trace.board.task_first)[trace.placement.chains]
     ticket = np.searchsorted(tickets.bundles.first, trace.placement.chains, side="right") - 1
     begins = np.isin(trace.placement.chains, tickets.bundles.first)
@@ -104,7 +104,7 @@ def test_shares_add_up(policy: str) -> None:
 def test_what_stamping_takes_is_no_waiting(policy: str) -> None:
     """A slot that is free is seen a quarter of a microsecond late; waits shorter than that do not show at all."""
     trace = synthetic(program_of("causal", policy), 12, MODEL)
-    plain, rows, stamp = measured(trace), Rows.of(trace), STAMPS.index
+    plain, rows, stamp = measured(trace), EventRows.of(trace), STAMPS.index
     events = trace.events.copy()
     for worker, row in ((rows.task_worker, rows.task_row), (rows.chain_worker, rows.end_row[:, 0])):
         early = events[worker, row, stamp("computed")] - 420

@@ -24,7 +24,7 @@ FINE = ("same bits", "not applicable")
 
 
 @dataclass(frozen=True)
-class Plan:
+class AuditSettings:
     """How hard to try. `timeout` seconds without a sign of life are a hang; the first sign may need a compilation.
     At most `at_once` fresh processes run side by side. With `invariance`, the stressors are changes of the company in
     which a sequence is computed, or with `ranks` numbers of processes that share its tokens, modes and layouts. `seed`
@@ -98,12 +98,12 @@ def _is_fine(entry: Entry) -> bool:
 
 
 @dataclass(frozen=True)
-class Case:
+class Audited:
     """One subject while it is audited. `tell` takes the step that begins and how many of this case are finished."""
 
     subject: Subject
     folder: Path
-    how: Plan
+    how: AuditSettings
     tell: Callable[[str, int], None]
 
     def watched(self, jobs: Sequence[Job], hear: Callable[[Job, dict[str, Any]], None]) -> list[Heard]:
@@ -111,7 +111,10 @@ class Case:
 
 
 def audit(
-    subjects: Sequence[Subject], targets: Sequence[str], how: Plan, keep: Callable[[Report], None] = lambda _: None
+    subjects: Sequence[Subject],
+    targets: Sequence[str],
+    how: AuditSettings,
+    keep: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """An entry for each subject, target and stressor. `keep` gets the unfinished report again and again; after Ctrl-C
     that is also what is returned."""
@@ -125,55 +128,55 @@ def audit(
                     tell(f"{name}, {label}", before + done)
 
                 with tempfile.TemporaryDirectory(prefix="dash_attn_audit_") as folder:
-                    _case(Case(subject, Path(folder), how, tell_here), targets, findings)
+                    _audit_one(Audited(subject, Path(folder), how, tell_here), targets, findings)
     except KeyboardInterrupt:
         return findings.report()
     return findings.report(complete=True)
 
 
-def _case(case: Case, targets: Sequence[str], findings: Findings) -> None:
+def _audit_one(audited: Audited, targets: Sequence[str], findings: Findings) -> None:
     """Target after target, then the fresh processes of all."""
-    if case.how.invariance:
-        assert case.subject.problem is not None
+    if audited.how.invariance:
+        assert audited.subject.problem is not None
         for number, target in enumerate(targets):
-            job: Job = {"sequence": shape_of(case.subject.problem), "target": target, "device": case.how.device}
-            job["ranks"] = case.how.ranks
-            _target(job, case, number, findings.group(case.subject.name))
+            job: Job = {"sequence": shape_of(audited.subject.problem), "target": target, "device": audited.how.device}
+            job["ranks"] = audited.how.ranks
+            _target(job, audited, number, findings.group(audited.subject.name))
         return
-    file = _inputs(case, findings)
+    file = _inputs(audited, findings)
     if file is None:
         return
     fresh = []
     for number, target in enumerate(targets):
-        job = {"step": str(file), "target": target, "device": case.how.device}
-        job |= {"repeats": case.how.repeats, "calls": case.how.calls}
-        job["reference"] = str(case.folder / f"reference{number}.pt")
-        add = findings.group(case.subject.name)
-        if _target(job, case, number, add):
+        job = {"step": str(file), "target": target, "device": audited.how.device}
+        job |= {"repeats": audited.how.repeats, "calls": audited.how.calls}
+        job["reference"] = str(audited.folder / f"reference{number}.pt")
+        add = findings.group(audited.subject.name)
+        if _target(job, audited, number, add):
             fresh.append((job, add))
-    if PROCESSES in case.how.stressors:
-        _processes(fresh, case, len(targets))
+    if PROCESSES in audited.how.stressors:
+        _processes(fresh, audited, len(targets))
 
 
-def _inputs(case: Case, findings: Findings) -> Path | None:
-    if case.subject.file is not None:
-        return case.subject.file
-    assert case.subject.problem is not None
-    case.tell("inputs", 0)
-    file = case.folder / "step.pt"
-    drawn = {"make": shape_of(case.subject.problem), "pack": case.subject.pack, "seed": case.how.seed}
-    job = drawn | {"device": case.how.device, "step": str(file)}
-    (heard,) = case.watched([job], lambda job, event: None)
+def _inputs(audited: Audited, findings: Findings) -> Path | None:
+    if audited.subject.file is not None:
+        return audited.subject.file
+    assert audited.subject.problem is not None
+    audited.tell("inputs", 0)
+    file = audited.folder / "step.pt"
+    drawn = {"make": shape_of(audited.subject.problem), "pack": audited.subject.pack, "seed": audited.how.seed}
+    job = drawn | {"device": audited.how.device, "step": str(file)}
+    (heard,) = audited.watched([job], lambda job, event: None)
     if heard.verdict == "done":
         return file
-    findings.group(case.subject.name)(_said("-", "-", "error", f"inputs: {heard.verdict}: {heard.why}"))
+    findings.group(audited.subject.name)(_said("-", "-", "error", f"inputs: {heard.verdict}: {heard.why}"))
     return None
 
 
-def _target(job: Job, case: Case, number: int, add: Callable[[Entry], None]) -> bool:
+def _target(job: Job, audited: Audited, number: int, add: Callable[[Entry], None]) -> bool:
     """All stressors of a target but processes. After a hang or a crash the rest goes on in a new process. Whether it
     runs at all."""
-    target, stressors = job["target"], case.how.stressors
+    target, stressors = job["target"], audited.how.stressors
     unfit = [name for name in stressors if name in NEED_CONDITIONS and not takes_conditions(target)]
     pending = [name for name in stressors if name not in (PROCESSES, *unfit)] or ["plain"]
 
@@ -181,11 +184,11 @@ def _target(job: Job, case: Case, number: int, add: Callable[[Entry], None]) -> 
         if "result" in event:
             add(_judged(target, event["result"]))
         elif event.get("at") in pending and "repeat" not in event:
-            case.tell(f"{target}: {event['at']}", number)
+            audited.tell(f"{target}: {event['at']}", number)
 
     while pending:
-        case.tell(f"{target}: start", number)
-        (heard,) = case.watched([job | {"stressors": pending}], hear)
+        audited.tell(f"{target}: start", number)
+        (heard,) = audited.watched([job | {"stressors": pending}], hear)
         if heard.verdict == "missing":
             add(_said(target, "-", "missing", heard.why))
             return False
@@ -201,21 +204,21 @@ def _target(job: Job, case: Case, number: int, add: Callable[[Entry], None]) -> 
     return True
 
 
-def _processes(fresh: Sequence[tuple[Job, Callable[[Entry], None]]], case: Case, number: int) -> None:
+def _processes(fresh: Sequence[tuple[Job, Callable[[Entry], None]]], audited: Audited, number: int) -> None:
     """Fresh processes side by side, each against the first result of its target."""
-    count, at_once = case.how.processes, case.how.at_once
+    count, at_once = audited.how.processes, audited.how.at_once
     jobs = [job | {"stressors": [PROCESSES], "repeats": 1} for job, _ in fresh for _ in range(count)]
     ended = itertools.count(1)
 
     def hear(job: Job, event: dict[str, Any]) -> None:
         if "result" in event:
-            case.tell(f"{PROCESSES}: {next(ended)} of {len(jobs)} compared, {job['target']}", number)
+            audited.tell(f"{PROCESSES}: {next(ended)} of {len(jobs)} compared, {job['target']}", number)
 
     heard: list[Heard] = []
     for first in range(0, len(jobs), at_once):
         some = jobs[first : first + at_once]
-        case.tell(f"{PROCESSES}: start {len(some)} at once", number)
-        heard += case.watched(some, hear)
+        audited.tell(f"{PROCESSES}: start {len(some)} at once", number)
+        heard += audited.watched(some, hear)
     for index, (job, add) in enumerate(fresh):
         add(_together(job["target"], heard[index * count : (index + 1) * count]))
 

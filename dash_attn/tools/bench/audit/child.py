@@ -87,11 +87,11 @@ def compare(job: dict[str, Any]) -> None:
     for name in job["stressors"]:
         say(at=name)
         result: dict[str, Any] = {"stressor": name, "runs": 0, "differing": 0, "tensors": {}}
-        for number, (posed, place, kv_heads) in enumerate(CHANGES[name](scene), 1):
-            if posed.panels not in by_panels:
-                (by_panels[posed.panels],) = target(replace(scene.alone(), panels=posed.panels))
-            whole = part(by_panels[posed.panels], scene.problem, kv_heads)
-            apart = differences(target(posed)[place], whole, Bits._fields)
+        for number, (inputs, place, kv_heads) in enumerate(CHANGES[name](scene), 1):
+            if inputs.panels not in by_panels:
+                (by_panels[inputs.panels],) = target(replace(scene.alone(), panels=inputs.panels))
+            whole = part(by_panels[inputs.panels], scene.problem, kv_heads)
+            apart = differences(target(inputs)[place], whole, Bits._fields)
             result["runs"], result["differing"] = number, result["differing"] + bool(apart)
             merge(result["tensors"], apart)
             say(at=name, repeat=number)

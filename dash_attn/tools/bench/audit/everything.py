@@ -14,7 +14,7 @@ from typing import Any
 
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.tools.bench.audit.attempts import KINDS
-from dash_attn.tools.bench.audit.audit import FINE, Plan, Report, Subject, audit, reported
+from dash_attn.tools.bench.audit.audit import FINE, AuditSettings, Report, Subject, audit, reported
 from dash_attn.tools.bench.audit.rounds import added
 from dash_attn.tools.bench.audit.watch import Job, watched
 from dash_attn.tools.bench.progress import progress
@@ -33,7 +33,7 @@ PARTS = (*KINDS, REPEATS)
 SHOWN = 5  # failures of a part that a report names
 
 
-def audit_all(minutes: float, parts: Sequence[str], how: Plan, keep: Callable[[Report], None]) -> Report:
+def audit_all(minutes: float, parts: Sequence[str], how: AuditSettings, keep: Callable[[Report], None]) -> Report:
     """Run parts one after the other. Each gets the same share of the minutes, and the repeats get as much as all others
     together. `keep` gets the unfinished report after every part. Ctrl-C ends the audit, with the counts so far."""
     shares = {part: max(1, len(parts) - 1) if part == REPEATS else 1 for part in parts}
@@ -66,7 +66,7 @@ def audit_all(minutes: float, parts: Sequence[str], how: Plan, keep: Callable[[R
     return report()
 
 
-def attempts(kind: str, seconds: float, how: Plan) -> Part:
+def attempts(kind: str, seconds: float, how: AuditSettings) -> Part:
     """Attempts of one kind, in a process under the watchdog. A hang or a crash is one more failure."""
     job: Job = {"attempts": kind, "seconds": seconds, "seed": how.seed}
     outcomes, began, complete = Counter[str](), time.monotonic(), True
@@ -96,7 +96,7 @@ def _failed(outcomes: Counter[str]) -> int:
     return sum(number for outcome, number in outcomes.items() if "WRONG" in outcome)
 
 
-def repeats(seconds: float, how: Plan, keep: Callable[[Part], None]) -> Part:
+def repeats(seconds: float, how: AuditSettings, keep: Callable[[Part], None]) -> Part:
     """Repeats of the backward of each subject, again with other inputs until the time is over. `keep` gets the counts
     after each subject."""
     total, began, chosen = reported([], complete=True), time.monotonic(), subjects(how.device)

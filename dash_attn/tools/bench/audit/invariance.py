@@ -15,7 +15,7 @@ import torch
 from dash_attn.lazily import cached_property
 from dash_attn.problem import Mask, Problem
 from dash_attn.tools.bench.audit.targets import Conditions
-from dash_attn.tools.bench.audit.whole import Bits, Posed
+from dash_attn.tools.bench.audit.whole import Bits, CallInputs
 from dash_attn.tools.bench.operands import Drawn, draw
 
 MARGINS, WORKERS = (4, 16, 1), (3, 8, 1)
@@ -41,8 +41,8 @@ class Scene:
         drawn = draw(replace(self.problem, batch=1, len_q=length, len_k=length), self.device, seed)
         return Drawn(*(x[0] for x in drawn))
 
-    def alone(self) -> Posed:
-        return Posed((self.subject,), self.mask)
+    def alone(self) -> CallInputs:
+        return CallInputs((self.subject,), self.mask)
 
     def neighbours(self) -> list[Drawn]:
         """Shorter and longer ones."""
@@ -50,41 +50,41 @@ class Scene:
         return [self.other(length, seed) for seed, length in enumerate((n // 3 + 7, n + 129, n // 2 + 1), 1)]
 
 
-Changed = tuple[Posed, int, slice]  # a call, the place of the sequence in it, and the kv heads that it has there
+Changed = tuple[CallInputs, int, slice]  # a call, the place of the sequence in it, and the kv heads that it has there
 ALL = slice(None)
 
 
 def pack_of_one(scene: Scene) -> Iterator[Changed]:
     """Packed, with no other."""
-    yield Posed((scene.subject,), scene.mask, packed=True), 0, ALL
+    yield CallInputs((scene.subject,), scene.mask, packed=True), 0, ALL
 
 
 def packed(scene: Scene) -> Iterator[Changed]:
     """Packed between others."""
     first, *rest = scene.neighbours()
-    yield Posed((first, scene.subject, *rest), scene.mask, packed=True), 1, ALL
+    yield CallInputs((first, scene.subject, *rest), scene.mask, packed=True), 1, ALL
 
 
 def permuted(scene: Scene) -> Iterator[Changed]:
     """The same pack in other sequences: first, and last."""
     others = scene.neighbours()
-    yield Posed((scene.subject, *others), scene.mask, packed=True), 0, ALL
-    yield Posed((*reversed(others), scene.subject), scene.mask, packed=True), len(others), ALL
+    yield CallInputs((scene.subject, *others), scene.mask, packed=True), 0, ALL
+    yield CallInputs((*reversed(others), scene.subject), scene.mask, packed=True), len(others), ALL
 
 
 def neighbours(scene: Scene) -> Iterator[Changed]:
     """Packed between many short ones, and beside one that is much longer."""
     short = [scene.other(17 + 13 * number, seed=10 + number) for number in range(12)]
-    yield Posed((*short[:6], scene.subject, *short[6:]), scene.mask, packed=True), 6, ALL
+    yield CallInputs((*short[:6], scene.subject, *short[6:]), scene.mask, packed=True), 6, ALL
     long = scene.other(4 * scene.problem.len_q + 3, seed=30)
-    yield Posed((long, scene.subject), scene.mask, packed=True), 1, ALL
+    yield CallInputs((long, scene.subject), scene.mask, packed=True), 1, ALL
 
 
 def batch(scene: Scene) -> Iterator[Changed]:
     """In a batch of three, and in one of eight."""
     for size, place in ((3, 1), (8, 7)):
         others = [scene.other(scene.problem.len_q, seed=40 + number) for number in range(size)]
-        yield Posed((*others[:place], scene.subject, *others[place + 1 :]), scene.mask), place, ALL
+        yield CallInputs((*others[:place], scene.subject, *others[place + 1 :]), scene.mask), place, ALL
 
 
 def heads(scene: Scene) -> Iterator[Changed]:
@@ -94,8 +94,8 @@ def heads(scene: Scene) -> Iterator[Changed]:
         q_heads = slice(some.start * group, some.stop * group)
         dout, q, k, v = scene.subject
         fewer = Drawn(*(x[:, of].contiguous() for x, of in ((dout, q_heads), (q, q_heads), (k, some), (v, some))))
-        yield Posed((fewer,), scene.mask), 0, some
-        yield Posed((fewer, fewer), scene.mask, packed=True), 1, some
+        yield CallInputs((fewer,), scene.mask), 0, some
+        yield CallInputs((fewer, fewer), scene.mask, packed=True), 1, some
 
 
 def workers(scene: Scene) -> Iterator[Changed]:

@@ -27,7 +27,7 @@ from dash_attn.problem import Problem
 from dash_attn.tools.bench.audit.compare import differences, merge
 from dash_attn.tools.bench.audit.invariance import Scene
 from dash_attn.tools.bench.audit.targets import CONTROL, parse
-from dash_attn.tools.bench.audit.whole import Bits, Posed, whole_of
+from dash_attn.tools.bench.audit.whole import Bits, CallInputs, whole_of
 
 Event = dict[str, Any]
 MISTAKE = 2  # the control cuts the sequences on the ranks into this many times more panels
@@ -132,14 +132,14 @@ def _rank(number: int, count: int, ranked: Ranked, store: str, tell: Connection)
     dist.init_process_group(library, init_method=f"file://{store}", rank=number, world_size=count)
     kind = "cpu" if library == "gloo" else "cuda"  # what the groups of a mesh are made for
     cases, policy = company(Scene(ranked.problem, device), ranked.panels), policy_of(ranked.target)
-    alone = [whole_of(f"ours:{policy}")(posed) for posed in cases] if number == 0 else []
+    alone = [whole_of(f"ours:{policy}")(inputs) for inputs in cases] if number == 0 else []
     for spot in ranked.spots:
         group = init_device_mesh(kind, (count // 2, 2)) if spot.mode == "a2a+all_gather" else None
         comparison = Comparison(str(spot))
         if number == 0:
             tell.send({"at": str(spot)})
-        for run, posed in enumerate(cases):
-            on_all = apart(replace(posed, panels=ranked.panels * ranked.mistake), spot, group, policy)
+        for run, inputs in enumerate(cases):
+            on_all = apart(replace(inputs, panels=ranked.panels * ranked.mistake), spot, group, policy)
             if number == 0:
                 comparison.add(on_all, alone[run])
                 tell.send({"at": str(spot), "repeat": run + 1})
@@ -173,31 +173,31 @@ def policy_of(target: str) -> str:
     return "auto" if target == CONTROL else parse(target)[1]
 
 
-def company(scene: Scene, panels: int) -> list[Posed]:
+def company(scene: Scene, panels: int) -> list[CallInputs]:
     """A batch of two, and a pack of three."""
     n = scene.problem.len_q
     same, shorter = [scene.other(length, seed) for seed, length in enumerate((n, n // 3 + 7), 1)]
     return [
-        Posed((scene.subject, same), scene.mask, panels=panels),
-        Posed((shorter, scene.subject, same), scene.mask, packed=True, panels=panels),
+        CallInputs((scene.subject, same), scene.mask, panels=panels),
+        CallInputs((shorter, scene.subject, same), scene.mask, packed=True, panels=panels),
     ]
 
 
-def apart(posed: Posed, spot: Spot, group: Any, policy: str) -> list[Bits]:
+def apart(inputs: CallInputs, spot: Spot, group: Any, policy: str) -> list[Bits]:
     """What attention over the ranks computes of each sequence, joined on every rank."""
-    how: dict[str, Any] = {"group": group, "layout": spot.layout, "panels": posed.panels}
-    ends = [0, *accumulate(len(each.q) for each in posed.sequences)] if posed.packed else None
-    dim = 0 if posed.packed else 1
+    how: dict[str, Any] = {"group": group, "layout": spot.layout, "panels": inputs.panels}
+    ends = [0, *accumulate(len(each.q) for each in inputs.sequences)] if inputs.packed else None
+    dim = 0 if inputs.packed else 1
 
     def part(x: Tensor) -> Tensor:
-        return shard(x[0] if posed.packed else x, dim=dim, **how)
+        return shard(x[0] if inputs.packed else x, dim=dim, **how)
 
-    dout, *leaves = map(part, posed.tensors())
+    dout, *leaves = map(part, inputs.tensors())
     for leaf in leaves:
         leaf.requires_grad_()
-    attend = how | {"causal": posed.mask.is_causal, "cu_seqlens": ends, "mode": spot.mode, "policy": policy}
+    attend = how | {"causal": inputs.mask.is_causal, "cu_seqlens": ends, "mode": spot.mode, "policy": policy}
     out, lse = context_parallel_attention(*leaves, **attend, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout)
     joined = [unshard(x, dim=dim, **how) for x in (out.detach(), *grads)]
     results = (joined[0], unshard(lse.detach(), dim=-1, **how), *joined[1:])
-    return posed.apart(tuple(x.unsqueeze(0) for x in results) if posed.packed else results)
+    return inputs.apart(tuple(x.unsqueeze(0) for x in results) if inputs.packed else results)

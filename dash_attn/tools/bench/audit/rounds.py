@@ -7,11 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dash_attn.tools.bench.audit.audit import FINE, Entry, Plan, Report, Subject, audit, reported
+from dash_attn.tools.bench.audit.audit import FINE, AuditSettings, Entry, Report, Subject, audit, reported
 
 
 def audit_for(
-    minutes: float, subjects: Sequence[Subject], targets: Sequence[str], how: Plan, keep: Callable[[Report], None]
+    minutes: float,
+    subjects: Sequence[Subject],
+    targets: Sequence[str],
+    how: AuditSettings,
+    keep: Callable[[Report], None],
 ) -> Report:
     """Begin rounds until the minutes are over. The last round is finished.
 

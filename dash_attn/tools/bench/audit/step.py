@@ -22,7 +22,7 @@ KEYWORDS = ("causal", "window", "cu_seqlens_q", "cu_seqlens_k", "scale")
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class SavedStep:
     """Tensors as `dash_attn.backward` takes them, and its keywords."""
 
     operands: Operands
@@ -42,17 +42,17 @@ def problem_from(shape: Mapping[str, Any]) -> Problem:
     return Problem(**{**shape, "mask": CAUSAL if shape["mask"] == "causal" else FULL})
 
 
-def made(problem: Problem, device: torch.device, seed: int = 0, pack: Sequence[int] = ()) -> Step:
+def made(problem: Problem, device: torch.device, seed: int = 0, pack: Sequence[int] = ()) -> SavedStep:
     """Random operands of a shape; full and causal masks. With `pack`, its rows are sequences of these lengths."""
     keywords = {"causal": problem.mask.is_causal, "scale": problem.scale}
     if not pack:
-        return Step(draw_operands(problem, device, seed), keywords)
+        return SavedStep(draw_operands(problem, device, seed), keywords)
     cu = [0, *accumulate(pack)]
     drawn = draw_operands(replace(problem, mask=problem.mask & documents(cu)), device, seed)
-    return Step(Operands(*[x.squeeze(0) for x in drawn]), keywords | {"cu_seqlens_q": cu})
+    return SavedStep(Operands(*[x.squeeze(0) for x in drawn]), keywords | {"cu_seqlens_q": cu})
 
 
-def load(path: Path, device: torch.device) -> Step:
+def load(path: Path, device: torch.device) -> SavedStep:
     """A dict written by torch.save: dout, q, k, v; out and lse, or they are computed; kwargs of dash_attn.backward."""
     if not path.is_file():
         raise ValueError(f"--step {path}: no such file")
@@ -77,4 +77,4 @@ def load(path: Path, device: torch.device) -> Step:
             tensors += attention(
                 *tensors[1:], **{names.get(key, key): value for key, value in keywords.items()}, return_lse=True
             )
-    return Step(Operands(*tensors), keywords)
+    return SavedStep(Operands(*tensors), keywords)

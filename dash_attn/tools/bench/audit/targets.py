@@ -12,7 +12,7 @@ from torch import Tensor
 from dash_attn.api.planner import check_policy
 from dash_attn.backends import Options
 from dash_attn.prepare import prepare
-from dash_attn.tools.bench.audit.step import Step
+from dash_attn.tools.bench.audit.step import SavedStep
 from dash_attn.tools.bench.peers import peer
 
 CONTROL = "control"  # of an audit of invariance: ours with a mistake, which the audit must notice
@@ -44,7 +44,7 @@ def parse(name: str) -> tuple[str, str]:
     return "peer", peer(name).name
 
 
-def target_of(name: str, step: Step) -> Target:
+def target_of(name: str, step: SavedStep) -> Target:
     """A call for a step, or an error that says why it cannot run here."""
     kind, rest = parse(name)
     if kind in ("ours", "any"):
@@ -61,7 +61,7 @@ def takes_conditions(name: str) -> bool:
     return name == CONTROL or parse(name)[0] in ("ours", "any")
 
 
-def _ours(step: Step, policy: str, ordered: bool) -> Target:
+def _ours(step: SavedStep, policy: str, ordered: bool) -> Target:
     problem, device = step.problem(), step.operands.q.device
 
     def run(conditions: Conditions) -> Gradients:

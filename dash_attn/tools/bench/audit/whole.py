@@ -34,7 +34,7 @@ class Bits(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Posed:
+class CallInputs:
     """One call. The tensors of each sequence are (seqlen, heads, dim). A batch has sequences of one length."""
 
     sequences: tuple[Drawn, ...]
@@ -69,7 +69,7 @@ class Posed:
         return [Bits(parts[0], parts[1].T, *parts[2:]) for parts in each]
 
 
-Whole = Callable[[Posed], list[Bits]]
+Whole = Callable[[CallInputs], list[Bits]]
 
 
 def whole_of(name: str) -> Whole:
@@ -86,49 +86,49 @@ def whole_of(name: str) -> Whole:
     return partial(_fa4, rest == "fa4 det")
 
 
-def _ours(policy: str, ordered: bool, posed: Posed) -> list[Bits]:
-    problem, (dout, q, k, v) = posed.problem(), posed.tensors()
+def _ours(policy: str, ordered: bool, inputs: CallInputs) -> list[Bits]:
+    problem, (dout, q, k, v) = inputs.problem(), inputs.tensors()
     kernel: tuple[tuple[str, object], ...] = ()
     if q.device.type == "cpu":
         needed = prepare(problem, policy, Options(), q.device).plan.co_resident
-        given = posed.conditions
+        given = inputs.conditions
         kernel = (("threads", given.threads), ("workers", given.workers and max(given.workers, needed)))
-    prepared = prepare(problem, policy, Options(ordered, posed.conditions.sm_margin, kernel), q.device)
+    prepared = prepare(problem, policy, Options(ordered, inputs.conditions.sm_margin, kernel), q.device)
     out, lse = prepared.forward(q, k, v)
-    return posed.apart((out, lse, *prepared.backward(Operands(dout, q, k, v, out, lse))))
+    return inputs.apart((out, lse, *prepared.backward(Operands(dout, q, k, v, out, lse))))
 
 
-def _control(posed: Posed) -> list[Bits]:
+def _control(inputs: CallInputs) -> list[Bits]:
     """Ours with a mistake: a sequence alone has another order than a sequence in company."""
-    alone = len(posed.sequences) == 1 and not posed.packed and posed.conditions == UNDISTURBED
-    return _ours(CONTROLS[not alone], True, posed)
+    alone = len(inputs.sequences) == 1 and not inputs.packed and inputs.conditions == UNDISTURBED
+    return _ours(CONTROLS[not alone], True, inputs)
 
 
-def _fa4(deterministic: bool, posed: Posed) -> list[Bits]:
-    problem, (dout, *qkv) = posed.problem(), posed.tensors()
+def _fa4(deterministic: bool, inputs: CallInputs) -> list[Bits]:
+    problem, (dout, *qkv) = inputs.problem(), inputs.tensors()
     peers.on_gpu(dout.device)
     from flash_attn.cute.interface import flash_attn_func, flash_attn_varlen_func
 
     how: dict[str, Any] = {"deterministic": deterministic, "return_lse": True}
-    if posed.packed:
+    if inputs.packed:
         dout, *qkv = (x[0] for x in (dout, *qkv))
         how |= peers.varlen(problem, dout.device)
     else:
         how["causal"] = peers.causal_or_full(problem)
     leaves = [x.detach().requires_grad_() for x in qkv]
-    out, lse = (flash_attn_varlen_func if posed.packed else flash_attn_func)(*leaves, **how)
+    out, lse = (flash_attn_varlen_func if inputs.packed else flash_attn_func)(*leaves, **how)
     results = (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout))
-    return posed.apart(tuple(x.unsqueeze(0) for x in results) if posed.packed else results)
+    return inputs.apart(tuple(x.unsqueeze(0) for x in results) if inputs.packed else results)
 
 
-def _function(name: str, posed: Posed) -> list[Bits]:
+def _function(name: str, inputs: CallInputs) -> list[Bits]:
     """Our forward, and a function with the arguments of dash_attn.backward."""
     module, _, attribute = name.partition(":")
-    problem, (dout, q, k, v) = posed.problem(), posed.tensors()
+    problem, (dout, q, k, v) = inputs.problem(), inputs.tensors()
     out, lse = prepare(problem, "auto", Options(), q.device).forward(q, k, v)
-    how: dict[str, Any] = {"causal": posed.mask.is_causal}
-    if posed.packed:
+    how: dict[str, Any] = {"causal": inputs.mask.is_causal}
+    if inputs.packed:
         assert problem.mask.documents is not None
         how["cu_seqlens_q"] = list(problem.mask.documents.cu_q)
     grads = getattr(import_module(module), attribute)(dout, q, k, v, out, lse, **how)
-    return posed.apart((out, lse, *grads))
+    return inputs.apart((out, lse, *grads))
