@@ -20,7 +20,7 @@ from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import assemble
 from dash_attn.pack.templates import Family, Templates
 from dash_attn.plan import plan
-from dash_attn.problem import Problem, documents
+from dash_attn.problem import Problem, SequenceColumn, documents
 
 HEADS = (32, 8)
 BACKEND = Sm90Backend(torch.device("cuda"))  # asked for its tile only, so no GPU is needed
@@ -46,7 +46,9 @@ def times(cu: list[int], dim: int, causal: bool) -> tuple[float, float, float]:
     shape = BACKEND.tile_shape(problem)
     assemble(problem, shape)
     family = Family.of(problem, shape, "auto")
-    codes = sorted(set(family.codes(*problem.sequence_table.T[2:]).tolist()))
+    table = problem.sequence_table
+    lengths = table[:, SequenceColumn.LEN_Q], table[:, SequenceColumn.LEN_K]
+    codes = sorted(set(family.codes(*lengths).tolist()))
     plan.cache_clear()
     made = seconds(lambda: [Templates(family)._make(code) for code in codes]) / len(codes)
     again = problem_of(cu, dim, causal)

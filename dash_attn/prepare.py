@@ -14,7 +14,7 @@ from dash_attn.kept import grown, kept
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack, Planned
 from dash_attn.plan import plan
-from dash_attn.problem import Panel, Problem
+from dash_attn.problem import Panel, Problem, SequenceColumn
 from dash_attn.program import Program
 
 
@@ -24,8 +24,9 @@ class Prepared:
     def __init__(self, problem: Problem, policy: str | Program, options: Options, backend: Backend) -> None:
         self.problem, self.policy, self.options, self.backend = problem, policy, options, backend
         # Nothing is launched if no sequence has both queries and keys, or if the window is empty.
-        *_, len_q, len_k = problem.sequence_table.T
-        self.is_empty = not ((len_q > 0) & (len_k > 0)).any() or problem.mask.is_blind
+        table = problem.sequence_table
+        both = (table[:, SequenceColumn.LEN_Q] > 0) & (table[:, SequenceColumn.LEN_K] > 0)
+        self.is_empty = not both.any() or problem.mask.is_blind
         self._takes_rows = backend.takes_rows and problem.is_packed
         self._is_unordered = not options.deterministic and not backend.always_deterministic
         self._kind = backend.device.type

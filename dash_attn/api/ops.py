@@ -22,9 +22,9 @@ from dash_attn.backends.sinks import sink_gradient as summed
 from dash_attn.problem import Documents, Features, Mask, RowIntervals, TileMask
 
 if TYPE_CHECKING:
-    from dash_attn.prepare import Prepared
+    from torch._ops import OpOverload
 
-SINKS = 18  # the place of `sinks` among the arguments of the backward
+    from dash_attn.prepare import Prepared
 
 
 class Posed(NamedTuple):
@@ -148,15 +148,20 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor
 
 
 @backward.register_fake
-def _(*given: Any, sinks: Tensor | None = None, **_: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _dout, q, k, v = given[:4]
-    sinks = given[SINKS] if len(given) > SINKS else sinks
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _sink_room(q, sinks)
+def _(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    arguments = by_name(torch.ops.dash_attn.backward.default, given) | named
+    room = (x.new_empty(x.shape) for x in (arguments["q"], arguments["k"], arguments["v"]))
+    return (*room, _sink_room(arguments["q"], arguments.get("sinks")))
 
 
 @sink_gradient.register_fake
 def _(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, dlse: Tensor | None) -> Tensor:
     return sinks.new_empty(sinks.shape)
+
+
+def by_name(operator: OpOverload, given: tuple[Any, ...]) -> dict[str, Any]:
+    """The arguments that an operator was given by place, by their names in its schema."""
+    return {argument.name: value for argument, value in zip(operator._schema.arguments, given, strict=False)}
 
 
 def _sink_room(q: Tensor, sinks: Tensor | None) -> Tensor:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, documents_of, pose, wants_determinism
 from dash_attn.api.calls import read
-from dash_attn.api.ops import OrderArguments, Posed
+from dash_attn.api.ops import OrderArguments, Posed, by_name
 from dash_attn.backends import Extras, Gradients, Operands, Options, backend_for
 from dash_attn.distributed.heads import Heads
 from dash_attn.distributed.layout import Layout
@@ -193,8 +193,10 @@ def _heads_first(lse: Tensor) -> Tensor:
 
 
 @forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    ways = Terms.read(str(others[-1])).ways
+def _(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    arguments = by_name(torch.ops.dash_attn.context_parallel_forward.default, given) | named
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    ways = Terms.read(arguments["terms"]).ways
     batch, len_q, heads, _dim = q.shape
     out = q.new_empty((batch, len_q, heads, v.shape[3]))
     lse = q.new_empty((batch, heads, len_q), dtype=torch.float32)
@@ -207,9 +209,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor,
 
 
 @backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
-    terms, (_, own_k) = str(others[6]), cast(Sequence[int], others[7])
-    ways = Terms.read(terms).ways
+def _(*given: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    arguments = by_name(torch.ops.dash_attn.context_parallel_backward.default, given) | named
+    dout, q, k, v = (arguments[name] for name in ("dout", "q", "k", "v"))
+    (_, own_k), ways = arguments["rows"], Terms.read(arguments["terms"]).ways
     dk, dv = (x.new_empty((x.shape[0], own_k, x.shape[2] * ways, x.shape[3])) for x in (k, v))
     return dout.new_empty((*dout.shape[:3], q.shape[3])), dk, dv
 

@@ -10,7 +10,7 @@ from dash_attn.pack.folds import fold_tables
 from dash_attn.pack.rounds import launch
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes, TileRows
 from dash_attn.pack.templates import Fact, Family, PackedTemplate, templates
-from dash_attn.problem import Panel, Problem, Sequence
+from dash_attn.problem import Panel, Problem, SequenceColumn
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
 
@@ -29,7 +29,7 @@ def assemble(
     known = templates(family)
     table = np.ascontiguousarray(_panels(problem, held)) if several or held is not None else problem.sequence_table
     numbers: dict[int, int] = {}  # code of a template: its number in this pack
-    *_, len_q, len_k = table.T
+    len_q, len_k = table[:, SequenceColumn.LEN_Q], table[:, SequenceColumn.LEN_K]
     template_of = [numbers.setdefault(code, len(numbers)) for code in family.codes(len_q, len_k).tolist()]
     used = [known.of(code) for code in numbers]
     facts = np.array([each.facts for each in used], np.int64)
@@ -61,7 +61,7 @@ def assemble(
 def _panels(problem: Problem, held: tuple[Panel, ...] | None) -> Longs:
     """The rows and lengths of panels, of all of them or of those that are held."""
     table = problem.panel_table if held is None else np.array(held, np.int64)
-    return table[:, : len(Sequence._fields)]
+    return table[:, : len(SequenceColumn)]
 
 
 @compiled
@@ -75,9 +75,8 @@ def _instances(table, template_of, facts, numbers, width):  # type: ignore[no-un
         first_contributors[t] = first_contributors[t - 1] + facts[t - 1, Fact.Q_TILES]
     total_q, total_kv = 0, 0
     for s in range(len(table)):
-        _, _, len_q, len_k = table[s]
-        total_q += (len_q + m - 1) // m
-        total_kv += (len_k + n - 1) // n
+        total_q += (table[s, SequenceColumn.LEN_Q] + m - 1) // m
+        total_kv += (table[s, SequenceColumn.LEN_K] + n - 1) // n
     docs = np.empty((len(table), width), np.int32)
     q_tiles, kv_tiles = np.empty((total_q, TILE_COLUMNS), np.int32), np.empty((total_kv, TILE_COLUMNS), np.int32)
     q_tile, kv_tile = 0, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.pack.tables import Assembly, Doc, Fold, TileRows
+from dash_attn.pack.tables import Assembly, Doc, Fold, Part, TileRows
 from dash_attn.program.program import Int32, Longs
 
 Bool = npt.NDArray[np.bool_]
@@ -18,7 +18,7 @@ def fold_tables(docs: Int32, kv_tiles: Int32, n: int) -> tuple[Int32, Int32]:
     the same kv tile of the sequence. Tiles of different sequences never have the same first row. The panel with the
     last queries sees all keys, so it comes first.
     """
-    first, rows = kv_tiles.T
+    first, rows = kv_tiles[:, TileRows.FIRST], kv_tiles[:, TileRows.COUNT]
     order = np.lexsort((-_first_queries(docs, n), first))
     _, begin, counts = np.unique(first[order], return_index=True, return_counts=True)
     folds = np.stack([first[order][begin], rows[order][begin], begin, counts], axis=1)
@@ -34,7 +34,7 @@ def fold_fault(made: Assembly) -> str | None:
         return "folds without panels that share keys" if len(folds) or len(parts) else None
     if not _aligned(docs, sizes.all_keys):
         return "the keys of a panel are not those that its queries see"
-    tile, rows = parts.T
+    tile, rows = parts[:, Part.KV_TILE], parts[:, Part.K_ROWS]
     if not np.array_equal(np.sort(tile), np.arange(len(tiles))):
         return "a kv tile of a panel is in two folds, or in none"
     begin, counts = folds[:, Fold.PART], folds[:, Fold.PARTS]

@@ -13,7 +13,7 @@ from dash_attn.problem.mask import (
     tiles,
     window,
 )
-from dash_attn.problem.panels import Panel
+from dash_attn.problem.panels import Panel, SequenceColumn
 from dash_attn.problem.problem import Origin, Problem, Sequence
 from dash_attn.problem.rows import RowIntervals
 
@@ -29,6 +29,7 @@ __all__ = [
     "Problem",
     "RowIntervals",
     "Sequence",
+    "SequenceColumn",
     "TileMask",
     "documents",
     "intervals",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +11,15 @@ import numpy.typing as npt
 from dash_attn.problem.mask import Mask
 
 Longs = npt.NDArray[np.int64]
+
+
+class SequenceColumn(IntEnum):
+    """Columns of Problem.sequence_table: the fields of Sequence. Problem.panel_table begins with them."""
+
+    Q_ROW = 0
+    K_ROW = 1
+    LEN_Q = 2
+    LEN_K = 3
 
 
 class Panel(NamedTuple):
@@ -41,12 +51,12 @@ class Panel(NamedTuple):
 def cut(sequences: Longs, len_q: int, panels: int, mask: Mask) -> Longs:
     """The panels of all sequences as rows of a table. The columns are the fields of Panel.
 
-    `sequences` has the columns of Sequence, for batch entries of `len_q` queries. Each batch entry is cut into `panels`
-    ranges of equal length; the last ones may be shorter or empty. A sequence has a panel for each range that it has
-    queries in. A sequence without queries has one panel.
+    `sequences` has the columns SequenceColumn, for batch entries of `len_q` queries. Each batch entry is cut into
+    `panels` ranges of equal length; the last ones may be shorter or empty. A sequence has a panel for each range that
+    it has queries in. A sequence without queries has one panel.
     """
     size = max(1, -(-len_q // panels))
-    q_row, _, rows, _ = sequences.T
+    q_row, rows = sequences[:, SequenceColumn.Q_ROW], sequences[:, SequenceColumn.LEN_Q]
     begin = q_row % max(1, len_q)  # in its batch entry
     first = begin // size
     counts = np.where(rows > 0, (begin + rows - 1) // size - first + 1, 1)

@@ -11,7 +11,10 @@ import numpy.typing as npt
 from dash_attn.lazily import cached_property
 from dash_attn.problem.features import PLAIN, Features
 from dash_attn.problem.mask import FULL, Mask
-from dash_attn.problem.panels import Panel, cut
+from dash_attn.problem.panels import Panel, SequenceColumn, cut
+
+# The first row and the number of rows, of queries and of keys.
+SIDES = (SequenceColumn.Q_ROW, SequenceColumn.LEN_Q), (SequenceColumn.K_ROW, SequenceColumn.LEN_K)
 
 
 class Sequence(NamedTuple):
@@ -133,14 +136,16 @@ class Problem:
 
     @cached_property
     def sequence_table(self) -> npt.NDArray[np.int64]:
-        """The sequences as rows of a table. The columns are the fields of Sequence."""
+        """The sequences as rows of a table. Its columns are SequenceColumn."""
         cuts, lengths = self.mask.documents, (self.len_q, self.len_k)
-        table = np.empty((self.batch, 1 if cuts is None else len(cuts.cu_q) - 1, len(Sequence._fields)), np.int64)
-        for side, length in enumerate(lengths):
-            ends = np.array((0, length) if cuts is None else (cuts.cu_q, cuts.cu_k)[side])
-            table[..., side] = ends[:-1] + np.arange(self.batch)[:, None] * length
-            table[..., len(lengths) + side] = ends[1:] - ends[:-1]
-        rows = table.reshape(-1, len(Sequence._fields))
+        given = ((0, self.len_q), (0, self.len_k)) if cuts is None else (cuts.cu_q, cuts.cu_k)
+        table = np.empty((self.batch, len(given[0]) - 1, len(SequenceColumn)), np.int64)
+        entries = np.arange(self.batch)[:, None]
+        for (row, count), length, cu in zip(SIDES, lengths, given, strict=True):
+            ends = np.array(cu)
+            table[..., row] = ends[:-1] + entries * length
+            table[..., count] = ends[1:] - ends[:-1]
+        rows = table.reshape(-1, len(SequenceColumn))
         rows.flags.writeable = False
         return rows
 

@@ -10,7 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.problem import CAUSAL, Features, Problem, documents, intervals_by_row, tiles, window
+from dash_attn.problem import (
+    CAUSAL,
+    Features,
+    Panel,
+    Problem,
+    Sequence,
+    SequenceColumn,
+    documents,
+    intervals_by_row,
+    tiles,
+    window,
+)
 from tests.strategies import document_masks, examples
 
 
@@ -52,6 +63,11 @@ def test_without_documents_a_batch_entry_is_a_sequence() -> None:
     assert problem.sequences == ((0, 0, 10, 20), (10, 20, 10, 20), (20, 40, 10, 20))
     assert not problem.is_packed
     assert problem.alone(problem.sequences[1]) == dataclasses.replace(problem, batch=1)
+
+
+def test_columns_have_the_names_of_the_fields() -> None:
+    names = tuple(column.name.lower() for column in SequenceColumn)
+    assert names == Sequence._fields == Panel._fields[: len(names)]
 
 
 def test_documents_of_each_batch_entry_are_sequences() -> None:

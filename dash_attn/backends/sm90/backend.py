@@ -14,7 +14,7 @@ import torch
 from dash_attn.backends.base import Backward, Forward, Held, Options
 from dash_attn.pack import Assembly, Pack, Planned, assemble
 from dash_attn.plan import Plan, placement
-from dash_attn.problem import Problem
+from dash_attn.problem import Problem, SequenceColumn
 from dash_attn.tiling import TileShape
 from dash_attn.verify import TooFewWorkers, require_workers
 
@@ -196,8 +196,7 @@ def config_of(problem: Problem, options: Options | None = None) -> KernelConfig:
         )
     kind = replace(problem.mask, documents=None)
     mask = "full" if kind.is_full else "causal" if kind.is_causal else "interval"
-    *_, len_k = problem.sequence_table.T
-    longest = int(len_k.max(initial=0))
+    longest = int(problem.sequence_table[:, SequenceColumn.LEN_K].max(initial=0))
     options = Options() if options is None else options
     capped = features.softcap > 0
     cfg = select(problem.dim, DTYPE_OF[problem.dtype], mask, options.deterministic, longest, capped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,18 @@ class DeviceTables:
         return DeviceTables(chains, runs, worker_first, worker_chains, contributors, empty, row_lo, row_hi)
 
 
+class PackFacts(NamedTuple):
+    """Numbers that the kernel of a pack gets beside its tables.
+
+    left, right  how far a query sees before and after its position
+    """
+
+    workers: int
+    tickets: int
+    left: int
+    right: int
+
+
 @dataclass(frozen=True, eq=False)
 class PackedTables:
     """The tables of a pack that the kernels read: int32, contiguous."""
@@ -84,7 +96,7 @@ class PackedTables:
     q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
     kv_tiles: tuple[Tensor, ...]  # the same for keys. With panels: the tables folds and parts
     n_kv: int  # kv tiles, of all panels
-    facts: tuple[int, ...]  # workers, tickets, and how far a query sees before and after its position
+    facts: PackFacts
     clears_dq: bool
     clears_dkv: bool
 
@@ -99,7 +111,7 @@ class PackedTables:
 
     @property
     def workers(self) -> int:
-        return self.facts[0]
+        return self.facts.workers
 
     @property
     def contributors(self) -> Tensor:
@@ -116,7 +128,7 @@ class PackedTables:
         views, n = joined([*program, pack.q_tiles, *keys], device), len(program)
         q_tiles, kv_tiles = (views[n],), tuple(views[n + 1 :])
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
-        facts = (min(workers, pack.tickets), pack.tickets, left, right)
+        facts = PackFacts(min(workers, pack.tickets), pack.tickets, left, right)
         clears = pack.clears_dq, pack.clears_dkv
         return PackedTables(tuple(views[:n]), q_tiles, kv_tiles, len(pack.kv_tiles), facts, *clears)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem
+from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, SequenceColumn
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONG = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -34,7 +34,8 @@ class BenchCase:
     def flops(self) -> float:
         """Operations of the backward by the usual count: five products over the pairs of each sequence. A causal mask
         has half of the pairs of its last queries and keys."""
-        p, (len_q, len_k) = self.problem, self.problem.sequence_table.T[2:].astype(float)
+        p, table = self.problem, self.problem.sequence_table.astype(float)
+        len_q, len_k = table[:, SequenceColumn.LEN_Q], table[:, SequenceColumn.LEN_K]
         seen = np.minimum(len_q, len_k)
         pairs = seen * (len_k - 0.5 * seen) if self.kind.is_causal else len_q * len_k
         return float(10.0 * p.heads_q * p.dim * pairs.sum())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Operands
-from dash_attn.problem import PLAIN, Problem
+from dash_attn.problem import PLAIN, Problem, SequenceColumn
 from dash_attn.tools.bench.operands import sinks_for
 from dash_attn.tools.bench.variants import Backward, Call, Prepare, Variant
 
@@ -68,7 +68,8 @@ def varlen(problem: Problem, device: torch.device) -> dict[str, Any]:
     first = second = torch.tensor(packing.cu_q, dtype=torch.int32, device=device)
     if packing.cu_k != packing.cu_q:
         second = torch.tensor(packing.cu_k, dtype=torch.int32, device=device)
-    *_, longest_q, longest_k = problem.sequence_table.max(0).tolist()
+    longest = problem.sequence_table.max(0).tolist()
+    longest_q, longest_k = longest[SequenceColumn.LEN_Q], longest[SequenceColumn.LEN_K]
     sides = {"cu_seqlens_q": first, "cu_seqlens_k": second, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
     return sides | {"causal": kind.mask.is_causal}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn.problem import CAUSAL, Problem, documents
+from dash_attn.problem import CAUSAL, Problem, SequenceColumn, documents
 from dash_attn.tools.bench import operands, packs, report
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.measure import Settings, measure
@@ -29,7 +29,7 @@ def test_packs_have_their_tokens_and_names() -> None:
     cases = packs.packs()
     assert len({case.name for case in cases}) == len({case.problem for case in cases}) == len(cases) == 11
     for case in cases:
-        lengths = case.problem.sequence_table[:, 2]
+        lengths = case.problem.sequence_table[:, SequenceColumn.LEN_Q]
         assert lengths.min() >= 1 and 16_000 < lengths.sum() == case.problem.len_q <= 65536
     first, again = (case for case in cases if case.name.startswith("mean 500, 16k, 32/8 d128 causal"))
     assert again.name == f"{first.name}, seed 1" and first.problem != again.problem
@@ -39,7 +39,7 @@ def test_packs_have_their_tokens_and_names() -> None:
 
 def test_a_seed_fixes_the_layouts() -> None:
     """These lengths are in result files under the name of the case."""
-    assert packs.packs()[0].problem.sequence_table[:5, 2].tolist() == [92, 478, 1212, 232, 335]
+    assert packs.packs()[0].problem.sequence_table[:5, SequenceColumn.LEN_Q].tolist() == [92, 478, 1212, 232, 335]
     assert packs.packs() == packs.packs()
     run = list(islice(packs.STEPS[0].problems(0), 5))
     assert len(set(run)) == 5 and run[0] == packs.steps()[0].problem
@@ -48,7 +48,7 @@ def test_a_seed_fixes_the_layouts() -> None:
 
 def test_lengths_follow_their_distribution() -> None:
     layouts = islice(packs.PackKind(packs.LogNormal(500, 2**20), packs.LayerShape(1, 1)).problems(0), 1)
-    lengths = next(layouts).sequence_table[:-1, 2]
+    lengths = next(layouts).sequence_table[:-1, SequenceColumn.LEN_Q]
     assert lengths.mean() == pytest.approx(500, rel=0.1)
 
 

@@ -13,7 +13,7 @@ from dash_attn.api.explain import Explanation
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES
 from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import Program, load, save
+from dash_attn.program import Program, Run, load, save
 from dash_attn.simulate import CLOSED_FORMS, Machine
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools import missing_package
@@ -212,7 +212,7 @@ def test_verify_accepts_and_refuses(capsys, tmp_path):
 
     program = causal_program("fa3")
     runs = program.runs.copy()
-    runs[0, 4] += 1
+    runs[0, Run.TURN] += 1
     fields = {f: getattr(program, f) for f in program.__dataclass_fields__}
     save(Program(**(fields | {"runs": runs})), path)
     code, _, err = run(capsys, "verify", path)
