@@ -25,7 +25,7 @@ from dash_attn.tools.bench.cases import BenchCase, Model
 from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.operands import TOLERANCE
 from dash_attn.tools.bench.record import gpu_now, shape_of
-from dash_attn.tools.bench.report import Row
+from dash_attn.tools.bench.report import ResultRow
 from dash_attn.tools.bench.timing import event, peak_bytes, sample, summary
 from dash_attn.tools.bench.variants import Backward, reason
 
@@ -138,7 +138,7 @@ def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Ba
     }
 
 
-def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> Row:
+def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> ResultRow:
     """Forward and backward of a block, and how much of it is attention."""
     device, problem = settings.timing.device, case.problem
     attention = prepare(problem, "auto", Options(), device)
@@ -148,7 +148,7 @@ def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torc
     x = torch.randn(problem.batch, problem.len_q, model.hidden, **how).requires_grad_()
     dout, watch = torch.randn(x.shape, **how), Stopwatch(device)
     leaves = [x, *block.parameters()]
-    row: Row = {
+    row: ResultRow = {
         "cell": case.name,
         "model": model.name,
         "shape": shape_of(problem),
@@ -180,7 +180,9 @@ def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torc
     return row
 
 
-def _time(ready: dict[str, Callable[[], tuple[Tensor, ...]]], watch: Stopwatch, row: Row, settings: Settings) -> None:
+def _time(
+    ready: dict[str, Callable[[], tuple[Tensor, ...]]], watch: Stopwatch, row: ResultRow, settings: Settings
+) -> None:
     """Interleaved rounds of one or a few steps; attention is timed within the same steps."""
     whole: dict[str, list[float]] = {name: [] for name in ready}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in ready}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from dash_attn.tools.bench.report import BASELINE, Against, Result, Row, against
+from dash_attn.tools.bench.report import BASELINE, Against, Result, ResultRow, against
 
 PEERS = {BASELINE: "FA4 deterministic", "fa4": "FA4 non-deterministic"}
 HEADER = ["shapes", *(text for name in PEERS.values() for text in (f"mean vs {name}", "worst shape"))]
@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     name: str
     suite: str
-    counts: Callable[[Row], bool] = lambda row: True
+    counts: Callable[[ResultRow], bool] = lambda row: True
 
 
 class Group(NamedTuple):
@@ -38,21 +38,21 @@ class Group(NamedTuple):
         return [self.name, *(text for pair in cells for text in pair)]
 
 
-def _featured(row: Row) -> bool:
+def _featured(row: ResultRow) -> bool:
     """Whether the case has softcap or sinks."""
     return "features" in row["shape"]
 
 
-def _long(row: Row) -> bool:
+def _long(row: ResultRow) -> bool:
     return int(row["shape"]["len_q"]) >= LONG
 
 
-def _late(row: Row) -> bool:
+def _late(row: ResultRow) -> bool:
     """Whether keys lie before the first query."""
     return int(row["shape"]["len_q"]) < int(row["shape"]["len_k"])
 
 
-def _quick(row: Row) -> bool:
+def _quick(row: ResultRow) -> bool:
     """Whether the time of FlashAttention-4 may be that of its Python code."""
     return "fa4" in row["us"] and float(row["us"]["fa4"]["median"]) < QUICK_US
 

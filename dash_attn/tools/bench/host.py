@@ -29,7 +29,7 @@ from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.operands import TOLERANCE, draw, error, exact_part
 from dash_attn.tools.bench.peers import on_gpu
 from dash_attn.tools.bench.record import gpu_now, shape_of
-from dash_attn.tools.bench.report import Row
+from dash_attn.tools.bench.report import ResultRow
 from dash_attn.tools.bench.timing import summary
 from dash_attn.tools.bench.variants import Call, reason
 
@@ -135,7 +135,7 @@ OURS: dict[str, Timed] = {"attention": attention, "forward": forward, "backward"
 PEERS: dict[str, Timed] = {"torch": by_torch, "fa4 det": fa4}
 
 
-def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> list[Row]:
+def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> list[ResultRow]:
     """A row for each case: microseconds until a call of each variant returns, and the `ratio` of attention to torch.
     `missing` could not run, `failed` ran and is wrong."""
     flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext()
@@ -143,9 +143,14 @@ def measure_host(device: torch.device, cases: Sequence[BenchCase] = CASES) -> li
         return [_row(case, device) for case in cases]
 
 
-def _row(case: BenchCase, device: torch.device) -> Row:
+def _row(case: BenchCase, device: torch.device) -> ResultRow:
     setting, (rounds, untimed, timed) = Setting.of(case.problem, device), EFFORT[device.type]
-    row: Row = {"cell": case.name, "shape": shape_of(case.problem), "default": "attention", "calls": rounds * timed}
+    row: ResultRow = {
+        "cell": case.name,
+        "shape": shape_of(case.problem),
+        "default": "attention",
+        "calls": rounds * timed,
+    }
     row |= {"missing": {}, "failed": {}}
     want = _exact(setting)
     ready: dict[str, Call] = {}

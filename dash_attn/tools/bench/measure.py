@@ -15,7 +15,7 @@ from dash_attn.tools.bench.operands import TOLERANCE, error, exact_part, input_s
 from dash_attn.tools.bench.ours import Ours
 from dash_attn.tools.bench.peers import PEERS, peer
 from dash_attn.tools.bench.record import gpu_now, shape_of
-from dash_attn.tools.bench.report import Row, pair_of
+from dash_attn.tools.bench.report import ResultRow, pair_of
 from dash_attn.tools.bench.timing import Timing, kernel_shares, peak_bytes, time_all
 from dash_attn.tools.bench.variants import Call, Variant, reason
 
@@ -38,11 +38,11 @@ class Settings:
         return [v for v in variants if v.deterministic or not self.deterministic_only]
 
 
-def measure(case: BenchCase, settings: Settings) -> Row:
+def measure(case: BenchCase, settings: Settings) -> ResultRow:
     """Microseconds, memory and errors of every variant, and which share of a call of ours is the main kernel;
     `missing` could not run, `failed` ran and is wrong."""
     device = settings.timing.device
-    row: Row = {
+    row: ResultRow = {
         "cell": case.name,
         "shape": shape_of(case.problem),
         "flops": case.flops,
@@ -80,9 +80,9 @@ def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Tim
     return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
 
 
-def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> Row:
+def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> ResultRow:
     """How far identical backward passes lie apart: the largest |g_r - g_first| of a pass, averaged over the passes."""
-    row: Row = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
+    row: ResultRow = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
     sets = input_sets(case.problem, settings.timing.device)[:1]
     for variant in settings.variants(case):
         try:
@@ -103,7 +103,7 @@ def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> Row:
     return row
 
 
-def _check(case: BenchCase, variant: Variant, call: Call, want: Gradients, row: Row) -> None:
+def _check(case: BenchCase, variant: Variant, call: Call, want: Gradients, row: ResultRow) -> None:
     first = [x.clone() for x in call()]
     off = row["error"][variant.name] = error(case.problem, tuple(first), want)
     same = all(_same(call(), first) for _ in range(REPEATS))
@@ -114,7 +114,7 @@ def _check(case: BenchCase, variant: Variant, call: Call, want: Gradients, row: 
         row["failed"][variant.name] = "promises determinism, and runs differ"
 
 
-def _report(variant: Variant, problem: Exception, row: Row) -> None:
+def _report(variant: Variant, problem: Exception, row: ResultRow) -> None:
     """What a peer cannot do, and what nobody has built, is missing; when ours breaks it has failed."""
     kind = "missing" if variant.name in PEERS or isinstance(problem, NotImplementedError | ImportError) else "failed"
     row[kind][variant.name] = reason(problem)

@@ -11,7 +11,7 @@ from dash_attn.tools.bench.report import (
     BASELINE,
     PAIRS,
     Result,
-    Row,
+    ResultRow,
     TableText,
     default_of,
     distance,
@@ -35,8 +35,8 @@ class Claim:
     title: str
     suite: str
     claim: str
-    say: Callable[[list[Row]], list[str]]
-    table: Callable[[list[Row]], TableText]
+    say: Callable[[list[ResultRow]], list[str]]
+    table: Callable[[list[ResultRow]], TableText]
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def span(values: Iterable[float], form: str) -> str:
     return shown[0] if shown[0] == shown[-1] else f"from {shown[0]} to {shown[-1]}"
 
 
-def _prices(rows: list[Row]) -> list[str]:
+def _prices(rows: list[ResultRow]) -> list[str]:
     said = []
     by_pair = {pair: [x for row in rows if (x := price(row, pair)) is not None] for pair in PAIRS}
     for pair, known in by_pair.items():
@@ -123,32 +123,32 @@ def _prices(rows: list[Row]) -> list[str]:
     return said
 
 
-def _price_table(rows: list[Row]) -> TableText:
+def _price_table(rows: list[ResultRow]) -> TableText:
     lines = [[row["cell"], default_of(row), *(percent(price(row, pair)) for pair in PAIRS)] for row in rows]
     return ["throughput lost", "order", *LIBRARIES.values()], lines
 
 
-def _ratios(rows: list[Row], ours: str, base: str) -> dict[str, float]:
+def _ratios(rows: list[ResultRow], ours: str, base: str) -> dict[str, float]:
     """base / ours in time, by cell: above 1 ours is faster."""
     pairs = [(row["cell"], median(row, _named(row, ours)), median(row, base)) for row in rows]
     return {cell: theirs / own for cell, own, theirs in pairs if own and theirs}
 
 
-def _named(row: Row, name: str) -> str:
+def _named(row: ResultRow, name: str) -> str:
     return default_of(row) if name == "default" else name
 
 
-def _ours(rows: list[Row]) -> str:
+def _ours(rows: list[ResultRow]) -> str:
     """'Ours' with the orders of the rows, without their widths: 'Ours (`shift`)'."""
     orders = sorted({default_of(row).partition(":")[0] for row in rows})
     return f"Ours ({', '.join(f'`{order}`' for order in orders)})"
 
 
-def _masked(rows: list[Row], mask: str) -> list[Row]:
+def _masked(rows: list[ResultRow], mask: str) -> list[ResultRow]:
     return [row for row in rows if row["shape"]["mask"] == mask]
 
 
-def _against(rows: list[Row], ours: str, base: str, words: str) -> list[str]:
+def _against(rows: list[ResultRow], ours: str, base: str, words: str) -> list[str]:
     by_cell = _ratios(rows, ours, base)
     if not by_cell:
         return []
@@ -158,7 +158,7 @@ def _against(rows: list[Row], ours: str, base: str, words: str) -> list[str]:
     return [text + ("." if by_cell[worst] >= 1 else f", behind most at {worst}.")]
 
 
-def _full(rows: list[Row]) -> list[str]:
+def _full(rows: list[ResultRow]) -> list[str]:
     rows = _masked(rows, "full")
     said = _against(rows, "default", "fa3", f"{_ours(rows)} against the paper's baseline order:")
     longest = {c: x for c, x in _ratios(rows, "default", "fa3").items() if c.endswith(" 16384")}
@@ -175,11 +175,11 @@ def _full(rows: list[Row]) -> list[str]:
     return [*said, *_against(rows, "default", BASELINE, f"{_ours(rows)} against {PEER}:")]
 
 
-def _full_table(rows: list[Row]) -> TableText:
+def _full_table(rows: list[ResultRow]) -> TableText:
     return _compared(_masked(rows, "full"), {"ours": "default"})
 
 
-def _causal(rows: list[Row]) -> list[str]:
+def _causal(rows: list[ResultRow]) -> list[str]:
     rows = _masked(rows, "causal")
     paired = _paired(rows)
     said = _against(rows, paired, "fa3", "Symmetric shift against the paper's baseline order:")
@@ -198,18 +198,18 @@ def _causal(rows: list[Row]) -> list[str]:
     return [*said, *_against(rows, "default", BASELINE, f"{_ours(rows)} against {PEER}:")]
 
 
-def _causal_table(rows: list[Row]) -> TableText:
+def _causal_table(rows: list[ResultRow]) -> TableText:
     rows = _masked(rows, "causal")
     return _compared(rows, {"descending": "descending", "symmetric shift": _paired(rows), "ours": "default"})
 
 
-def _paired(rows: list[Row]) -> str:
+def _paired(rows: list[ResultRow]) -> str:
     """The widest symmetric shift that was timed."""
     widths = {int(width[1]) for row in rows for name in row["us"] if (width := PAIRED.fullmatch(name))}
     return f"symmetric_shift:{max(widths, default=0)}"
 
 
-def _compared(rows: list[Row], orders: Mapping[str, str]) -> TableText:
+def _compared(rows: list[ResultRow], orders: Mapping[str, str]) -> TableText:
     """Each order against the paper's baseline, and ours against FlashAttention-4."""
     columns = [_ratios(rows, name, "fa3") for name in orders.values()]
     columns += [_ratios(rows, "default", peer) for peer in (BASELINE, "fa4")]
@@ -218,7 +218,7 @@ def _compared(rows: list[Row], orders: Mapping[str, str]) -> TableText:
     return ["ratio of throughput", "order", *ratios], lines
 
 
-def _blocks(rows: list[Row]) -> list[str]:
+def _blocks(rows: list[ResultRow]) -> list[str]:
     said = []
     for mask in ("causal", "full"):
         by_cell = _ratios(_masked(rows, mask), "default", BASELINE)
@@ -226,7 +226,7 @@ def _blocks(rows: list[Row]) -> list[str]:
             gains = [x - 1 for x in by_cell.values()]
             mean = sum(gains) / len(gains)
             said.append(f"Blocks with a {mask} mask gain {span(gains, '{:.1%}')} over {PEER}, {mean:.1%} on average.")
-    models: dict[str, list[Row]] = {}
+    models: dict[str, list[ResultRow]] = {}
     for row in rows:
         models.setdefault(row["cell"].rpartition(" ")[0], []).append(row)
     for model, some in models.items():
@@ -238,18 +238,18 @@ def _blocks(rows: list[Row]) -> list[str]:
     return said
 
 
-def _gain(row: Row) -> list[float]:
+def _gain(row: ResultRow) -> list[float]:
     return list(_ratios([row], "default", BASELINE).values())
 
 
-def _share(row: Row) -> float | None:
+def _share(row: ResultRow) -> float | None:
     """The share of attention's backward in our block's time."""
     name = default_of(row)
     return row["parts"][name]["attention backward"] / row["us"][name]["median"] if name in row["us"] else None
 
 
-def _block_table(rows: list[Row]) -> TableText:
-    def ms(row: Row, name: str) -> str:
+def _block_table(rows: list[ResultRow]) -> TableText:
+    def ms(row: ResultRow, name: str) -> str:
         us = median(row, name)
         return "-" if us is None else f"{us / 1e3:.1f}"
 
@@ -262,7 +262,7 @@ def _block_table(rows: list[Row]) -> TableText:
     return [*header, f"gain over {BASELINE}"], lines
 
 
-def _deviations(rows: list[Row]) -> list[str]:
+def _deviations(rows: list[ResultRow]) -> list[str]:
     said = []
     for mask in ("full", "causal"):
         some = [seen for row in _masked(rows, mask) for seen in row["deviation"].items()]
@@ -281,7 +281,7 @@ def _deviations(rows: list[Row]) -> list[str]:
     return said
 
 
-def _deviation_table(rows: list[Row]) -> TableText:
+def _deviation_table(rows: list[ResultRow]) -> TableText:
     """The mean over the passes, by cell. The names of our orders differ from cell to cell, so they share columns."""
     lines = []
     for row in rows:

@@ -17,7 +17,7 @@ from dash_attn.tools.bench.headline import HEADER, headline
 from dash_attn.tools.bench.report import (
     BASELINE,
     Result,
-    Row,
+    ResultRow,
     TableText,
     default_of,
     geometric_mean,
@@ -119,7 +119,7 @@ def _beside(result: Result) -> TableText:
     return ["case", "order", "FA4", "FA4 det", "ours", "ours / FA4 det", "ours / FA4"], lines
 
 
-def _tflops(row: Row, name: str) -> str:
+def _tflops(row: ResultRow, name: str) -> str:
     value = tflops(row, name)
     return "-" if value is None else f"{value:.0f}"
 
@@ -165,7 +165,7 @@ def noise(results: Results) -> TableText:
     return ["suite", "80th / 20th percentile", "one order under two names differs by at most"], lines
 
 
-def _twin(row: Row) -> float | None:
+def _twin(row: ResultRow) -> float | None:
     """How far apart `auto` and `shift:64` are where no head has more chains than both widths: they are one order."""
     width = int(default_of(row).partition(":")[2] or 0)
     chains = row["shape"]["len_k"] // 128

@@ -16,15 +16,15 @@ import torch
 
 from dash_attn import __version__
 from dash_attn.problem import PLAIN, Problem
-from dash_attn.tools.bench.report import Result, Row
+from dash_attn.tools.bench.report import Result, ResultRow
 
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
 SAME = ("device", "dash_attn", "torch", "cuda", *PACKAGES)  # equal in all runs that share a file
 
 
-def environment(device: torch.device) -> Row:
+def environment(device: torch.device) -> ResultRow:
     """The command, the date, the machine and the versions of everything that takes part."""
-    facts: Row = {
+    facts: ResultRow = {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
@@ -54,20 +54,20 @@ def gpu_now(device: torch.device) -> str | None:
     return _smi("clocks.sm,power.draw,temperature.gpu") if device.type == "cuda" else None
 
 
-def shape_of(problem: Problem) -> Row:
+def shape_of(problem: Problem) -> ResultRow:
     names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "dtype")
     shape = {name: getattr(problem, name) for name in names} | {"mask": str(problem.mask)}
     return shape if problem.features == PLAIN else shape | {"features": str(problem.features)}
 
 
-def continued(earlier: Result, result: Result) -> Row:
+def continued(earlier: Result, result: Result) -> ResultRow:
     """A result that begins with the rows of an earlier run of the same suite on the same machine and versions."""
     if earlier["suite"] != result["suite"]:
         raise ValueError(f"--add: the file holds suite {earlier['suite']}, this run is suite {result['suite']}")
     return {**result, "environment": joined(earlier["environment"], result["environment"]), "rows": [*earlier["rows"]]}
 
 
-def joined(before: Row, now: Row) -> Row:
+def joined(before: ResultRow, now: ResultRow) -> ResultRow:
     """The environment of a file with an earlier run and this one. The machine and the versions must be the same."""
     for name in SAME:
         if before.get(name) != now.get(name):
@@ -76,7 +76,7 @@ def joined(before: Row, now: Row) -> Row:
     return {**before, **now, "command": "\n".join(commands)}
 
 
-def put(row: Row, rows: list[Row]) -> None:
+def put(row: ResultRow, rows: list[ResultRow]) -> None:
     """Add a row, in the place of the row of the same case if there is one."""
     at = next((i for i, old in enumerate(rows) if old["cell"] == row["cell"]), len(rows))
     rows[at : at + 1] = [row]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from dash_attn.order import POLICIES
 
-Row = dict[str, Any]  # one case of a result file; plain data, so that pictures of it need no torch
+ResultRow = dict[str, Any]  # one case of a result file; plain data, so that pictures of it need no torch
 Result = Mapping[str, Any]  # a result file: environment, suite, rows
 TableText = tuple[list[str], list[list[str]]]  # header, lines
 
@@ -44,23 +44,23 @@ def is_ours(name: str) -> bool:
     return policy in ("auto", *POLICIES) and all("=" in field for field in fields)
 
 
-def median(row: Row, name: str) -> float | None:
+def median(row: ResultRow, name: str) -> float | None:
     """Microseconds of a variant, or None if it did not run."""
     us = row["us"].get(name)
     return None if us is None else float(us["median"])
 
 
-def default_of(row: Row) -> str:
+def default_of(row: ResultRow) -> str:
     """The name of the variant that `auto` stands for in this row."""
     return str(row["default"])
 
 
-def unordered_of(row: Row) -> str:
+def unordered_of(row: ResultRow) -> str:
     """The name of our variant without an order."""
     return next((name for name in row["us"] if name.startswith("any")), "any")
 
 
-def tflops(row: Row, name: str) -> float | None:
+def tflops(row: ResultRow, name: str) -> float | None:
     us = median(row, name)
     return row["flops"] / us / 1e6 if us and row.get("flops") else None
 
@@ -80,7 +80,7 @@ def memory(result: Result) -> TableText | None:
     return _by_variant(result, "peak MB", lambda row, name: (row.get("peak_bytes", {}).get(name) or 0) / 1e6 or None)
 
 
-def _by_variant(result: Result, what: str, value: Callable[[Row, str], float | None]) -> TableText:
+def _by_variant(result: Result, what: str, value: Callable[[ResultRow, str], float | None]) -> TableText:
     """A column for each variant. Our default and our control have one column each, whatever their orders are."""
     rows = result["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["us"] if not _special(row, name)))
@@ -92,11 +92,11 @@ def _by_variant(result: Result, what: str, value: Callable[[Row, str], float | N
     return [what, "ours", *names, "any"], lines
 
 
-def _special(row: Row, name: str) -> bool:
+def _special(row: ResultRow, name: str) -> bool:
     return name == default_of(row) or name.startswith("any")
 
 
-def speed(row: Row, peer: str) -> float | None:
+def speed(row: ResultRow, peer: str) -> float | None:
     """How many times as fast as a variant our default is."""
     own, theirs = default_us(row), median(row, peer)
     return theirs / own if own and theirs else None
@@ -141,17 +141,19 @@ class Against:
         return times(self.mean), times(self.worst.ratio)
 
 
-def default_us(row: Row) -> float | None:
+def default_us(row: ResultRow) -> float | None:
     """Microseconds of our default."""
     return median(row, default_of(row))
 
 
-def best_us(row: Row) -> float | None:
+def best_us(row: ResultRow) -> float | None:
     """Microseconds of our fastest order."""
     return min((us["median"] for name, us in row["us"].items() if is_ours(name)), default=None)
 
 
-def against(rows: Sequence[Row], peer: str, own: Callable[[Row], float | None] = default_us) -> Against | None:
+def against(
+    rows: Sequence[ResultRow], peer: str, own: Callable[[ResultRow], float | None] = default_us
+) -> Against | None:
     """Ours against a peer, over the cells that timed both. None where no cell did.
 
     A cell in which the peer failed its check does not count: a wrong result has no speed.
@@ -161,7 +163,7 @@ def against(rows: Sequence[Row], peer: str, own: Callable[[Row], float | None] =
     return Against(peer, cells) if cells else None
 
 
-def peers(rows: Sequence[Row], own: Callable[[Row], float | None] = default_us) -> list[Against]:
+def peers(rows: Sequence[ResultRow], own: Callable[[ResultRow], float | None] = default_us) -> list[Against]:
     """Ours against every variant that is not ours."""
     names = dict.fromkeys(name for row in rows for name in row.get("us", {}))
     others = [name for name in names if not is_ours(name) and not name.startswith("any")]
@@ -177,12 +179,12 @@ def ratios(result: Result) -> str:
     )
 
 
-def pair_of(row: Row, pair: str) -> tuple[str, str]:
+def pair_of(row: ResultRow, pair: str) -> tuple[str, str]:
     """Names of the deterministic variant of a library and of its counterpart."""
     return (default_of(row), unordered_of(row)) if pair == "ours" else PAIRS[pair]
 
 
-def price(row: Row, pair: str) -> float | None:
+def price(row: ResultRow, pair: str) -> float | None:
     """The share of its throughput that a library loses by being deterministic; below 0 it gains.
 
     The two are compared in a run of their own where there is one: there they draw the same power and have one clock.
@@ -228,7 +230,7 @@ def hosts(result: Result) -> TableText:
     return ["host us", *names, "attention/torch"], lines
 
 
-def _of_medians(row: Row) -> float | None:
+def _of_medians(row: ResultRow) -> float | None:
     """For a file whose rows were not timed round by round."""
     ours, theirs = median(row, "attention"), median(row, "torch")
     return ours / theirs if ours and theirs else None

@@ -28,7 +28,7 @@ from dash_attn.tools.bench.measure import Settings
 from dash_attn.tools.bench.operands import TOLERANCE, Drawn, draw, error, exact_part
 from dash_attn.tools.bench.packs import pack_kind_of
 from dash_attn.tools.bench.record import gpu_now, shape_of
-from dash_attn.tools.bench.report import Row
+from dash_attn.tools.bench.report import ResultRow
 from dash_attn.tools.bench.timing import event, summary
 from dash_attn.tools.bench.variants import reason
 
@@ -84,7 +84,7 @@ def _peer(name: str, device: torch.device) -> Attend:
     return lambda q, k, v, **packing: flash_attn_varlen_func(q, k, v, deterministic=name == "fa4 det", **packing)
 
 
-def measure_step(case: BenchCase, settings: Settings) -> Row:
+def measure_step(case: BenchCase, settings: Settings) -> ResultRow:
     """Microseconds of a step on the device and on the host, by variant, and our host time to assemble a new layout.
     `missing` could not run, `failed` ran and is wrong."""
     device, kind = settings.timing.device, pack_kind_of(case)
@@ -93,7 +93,7 @@ def measure_step(case: BenchCase, settings: Settings) -> Row:
     layouts = [replace(layout, dtype=case.problem.dtype) for layout in drawn]
     before, new = layouts[:untimed], layouts[untimed:]
     tensors = Layers.of(layouts[0], device, layers)
-    row: Row = {
+    row: ResultRow = {
         "cell": case.name,
         "shape": shape_of(case.problem),
         "layers": layers,
@@ -119,7 +119,7 @@ def measure_step(case: BenchCase, settings: Settings) -> Row:
     return row
 
 
-def _check(name: str, layout: Problem, tensors: Layers, attend: Attend, row: Row) -> None:
+def _check(name: str, layout: Problem, tensors: Layers, attend: Attend, row: ResultRow) -> None:
     packing = peers.varlen(layout, tensors.dout.device)
     first = tensors.step(attend, packing)
     off = row["error"][name] = tensors.error(layout, first)
@@ -132,7 +132,7 @@ def _check(name: str, layout: Problem, tensors: Layers, attend: Attend, row: Row
 
 
 def _time(
-    tensors: Layers, ready: dict[str, Attend], before: Sequence[Problem], new: Sequence[Problem], row: Row
+    tensors: Layers, ready: dict[str, Attend], before: Sequence[Problem], new: Sequence[Problem], row: ResultRow
 ) -> None:
     """A step of each variant for each new layout. Each has an untimed step of a known layout before it, so that it is
     timed at its own clock."""

@@ -19,7 +19,6 @@ import torch
 
 from dash_attn.tools.bench.variants import Call
 
-Run = Callable[[], object]
 SLOW = 2e5  # microseconds; calls as long as this are warm at once, and three of them say enough
 
 
@@ -39,7 +38,7 @@ def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def sample(run: Sequence[Run], count: int, device: torch.device) -> float:
+def sample(run: Sequence[Callable[[], object]], count: int, device: torch.device) -> float:
     """Microseconds a call, over `count` calls that go round the given ones (which differ in their inputs)."""
     calls = list(islice(cycle(run), count))
     if device.type == "cuda":
@@ -90,7 +89,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "p20": p20, "p80": p80}
 
 
-def kernel_shares(call: Run, device: torch.device, calls: int = 12) -> list[float]:
+def kernel_shares(call: Callable[[], object], device: torch.device, calls: int = 12) -> list[float]:
     """What each kernel takes of the time of a call that is called again and again, the longest first; shares, because
     a profiler sees other clocks than a clean run. Empty where none works."""
     from torch.profiler import ProfilerActivity, profile
@@ -122,7 +121,7 @@ def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> lis
     return sorted((each / period for each in took), reverse=True)
 
 
-def peak_bytes(call: Run, device: torch.device) -> int | None:
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """Memory of a call at its peak beyond what was there before, results included; None where nothing counts it."""
     if device.type != "cuda":
         return None

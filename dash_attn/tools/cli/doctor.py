@@ -155,7 +155,7 @@ def writable(path: Path) -> bool:
 # ---- self-test ---------------------------------------------------------------------------------------------
 
 
-Run = Callable[[int], tuple[torch.Tensor, ...]]
+Attempt = Callable[[int], tuple[torch.Tensor, ...]]
 
 
 def self_test(device: torch.device, seconds: float) -> Iterator[Finding]:
@@ -167,7 +167,7 @@ def self_test(device: torch.device, seconds: float) -> Iterator[Finding]:
     yield control(device, seconds / (len(CALLS) + 1))
 
 
-def repeats(name: str, run: Run, seconds: float) -> Finding:
+def repeats(name: str, run: Attempt, seconds: float) -> Finding:
     """Bitwise, until time is up: at least three runs."""
     try:
         first = run(0)
@@ -189,7 +189,7 @@ def problem_on(device: torch.device, dim: int, mask: Mask) -> Problem:
     return Problem(batch, 4, 2, 1000, 1000, dim, dtype, mask=mask)
 
 
-def changing(problem: Problem, device: torch.device) -> Run:
+def changing(problem: Problem, device: torch.device) -> Attempt:
     """Runs that differ in what must not matter."""
     drawn, most = draw(problem, device), torch.get_num_threads()
 

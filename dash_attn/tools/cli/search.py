@@ -16,7 +16,7 @@ from dash_attn.program import Program, save
 from dash_attn.simulate import Paper
 from dash_attn.tiling import Tiling
 from dash_attn.tools.cli.app import Json, command, emit, wrote
-from dash_attn.tools.cli.tables import Row, console, policy_rows, policy_table, simulation_row, working
+from dash_attn.tools.cli.tables import TableRow, console, policy_rows, policy_table, simulation_row, working
 from dash_attn.tools.cli.workload import (
     COMPUTE,
     REDUCE,
@@ -72,14 +72,14 @@ def search(
     wrote([save_to])
 
 
-def verdict(row: Row) -> str:
+def verdict(row: TableRow) -> str:
     """What the exact solver proved."""
     makespan, bound = row["makespan"], row["proved_bound"]
     said = "is optimal" if row["optimal"] else f"is within {makespan / bound - 1:.1%} of the optimum"
     return f"{row['policy']}: {makespan:g} {said} (proved: no order is below {bound:g})"
 
 
-def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | None) -> tuple[list[Row], Program]:
+def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | None) -> tuple[list[TableRow], Program]:
     """A row for every order that applies (and for the exact one), and the program with the smallest makespan."""
     programs = [verify(compose(tiling, name)) for name in applicable(tiling)]
     rows, results = policy_rows(programs, workers, model)
@@ -93,7 +93,7 @@ def search_rows(tiling: Tiling, workers: int, model: Paper, seconds: float | Non
     return rows, min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def _exact(tiling: Tiling, workers: int, model: Paper, seconds: float) -> tuple[Row, Program]:
+def _exact(tiling: Tiling, workers: int, model: Paper, seconds: float) -> tuple[TableRow, Program]:
     from dash_attn.tools.exact import solve
 
     with working("solving") as status:

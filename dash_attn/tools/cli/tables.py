@@ -13,10 +13,10 @@ from dash_attn.simulate import Simulation, Tickets, simulate
 from dash_attn.simulate.models import Model
 from dash_attn.verify import TooFewWorkers, Verified
 
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
-def simulation_row(result: Simulation, co_resident: int) -> Row:
+def simulation_row(result: Simulation, co_resident: int) -> TableRow:
     """What `simulate --json` prints."""
     program = result.program
     return {
@@ -50,12 +50,12 @@ def simulated(work: Verified | Tickets, workers: int, model: Model, *, record: b
 
 def policy_rows(
     programs: Iterable[Verified | Tickets], workers: int, model: Model, *, record: bool = False
-) -> tuple[list[Row], list[Simulation]]:
+) -> tuple[list[TableRow], list[Simulation]]:
     """Place and simulate each program once: a row each, and the simulations of those that can run.
 
     The row of a program that needs more workers says so and has no numbers.
     """
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     results: list[Simulation] = []
     for work in programs:
         program = work if isinstance(work, Tickets) else work.program
@@ -73,7 +73,7 @@ def policy_rows(
     return rows, results
 
 
-def policy_table(rows: list[Row], title: str) -> Table:
+def policy_table(rows: list[TableRow], title: str) -> Table:
     """The table of policies."""
     table = Table(title=title, title_justify="left", header_style="bold")
     table.add_column("policy")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import re
+import string
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 import numpy as np
 
@@ -86,7 +86,7 @@ def report(
         bodies.append(_section(section, group, number, path))
         number += len(group)
     folder = files("dash_attn.tools.viz")
-    page = Template(folder.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+    page = string.Template(folder.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
         stall=palette.STALL,
         stall_pale=palette.STALL_PALE,

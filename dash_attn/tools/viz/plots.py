@@ -17,7 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from dash_attn.tools.bench.report import BASELINE, PAIRS, Row, default_of, is_ours, median, price, tflops
+from dash_attn.tools.bench.report import BASELINE, PAIRS, ResultRow, default_of, is_ours, median, price, tflops
 
 OURS = "#2fa384"
 FAMILIES = {
@@ -52,7 +52,7 @@ MARKERS = {"ours": "o", "fa4": "s", "fa2": "v", "cudnn": "^", "triton": "D", "fl
 PARTS = {"attention forward": "#8fcdf0", "attention backward": "#3b8bc4", "rest": "#8a8f99"}
 FREE = ("fa4", "fa2", "cudnn", "flex", "any")  # names of variants that add in any order
 DEVIATION = "largest difference"
-Value = Callable[[Row, str], float | None]
+Value = Callable[[ResultRow, str], float | None]
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ def throughput(result: Mapping[str, Any], theme: Theme) -> Figure:
     return finished(sheet)
 
 
-def by_shape(rows: Sequence[Row]) -> dict[tuple[int, str], list[Row]]:
+def by_shape(rows: Sequence[ResultRow]) -> dict[tuple[int, str], list[ResultRow]]:
     """Rows by head dim and mask, sorted by length."""
-    panels: dict[tuple[int, str], list[Row]] = {}
+    panels: dict[tuple[int, str], list[ResultRow]] = {}
     for row in sorted(rows, key=lambda row: int(row["shape"]["len_q"])):
         panels.setdefault((int(row["shape"]["dim"]), str(row["shape"]["mask"])), []).append(row)
     return dict(sorted(panels.items()))
 
 
-def family(row: Row, name: str) -> str:
+def family(row: ResultRow, name: str) -> str:
     """The name of a variant in pictures. Our default and our control have one name each, whatever their orders are."""
     if name == default_of(row):
         return "ours"
@@ -118,7 +118,7 @@ def colour(name: str) -> str:
     return FAMILIES.get(name, FAMILIES.get(name.split(" ")[0].partition(":")[0], "#8a8f99"))
 
 
-def curves(ax: Axes, rows: Sequence[Row], value: Value, theme: Theme) -> None:
+def curves(ax: Axes, rows: Sequence[ResultRow], value: Value, theme: Theme) -> None:
     """One line for each variant; ours above the others."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in sorted(rows, key=lambda row: int(row["shape"]["len_q"])):
@@ -189,11 +189,11 @@ def bars(
     ax.set_xticks(range(len(groups)), groups, **turn)
 
 
-def columns(rows: Sequence[Row], value: Value) -> dict[str, list[float | None]]:
+def columns(rows: Sequence[ResultRow], value: Value) -> dict[str, list[float | None]]:
     """Values by family, None where a row has none."""
     names = list(dict.fromkeys(family(row, name) for row in rows for name in row["us"]))
 
-    def one(row: Row, wanted: str) -> float | None:
+    def one(row: ResultRow, wanted: str) -> float | None:
         return next((value(row, name) for name in row["us"] if family(row, name) == wanted), None)
 
     return {name: [one(row, name) for row in rows] for name in names}
@@ -234,7 +234,7 @@ def blocks(result: Mapping[str, Any], theme: Theme) -> Figure:
     sheet = new_sheet(result, theme, 2, "Transformer block, forward and backward")
     (left, right), rows = sheet.axes, result["rows"]
 
-    def gain(row: Row, name: str) -> float | None:
+    def gain(row: ResultRow, name: str) -> float | None:
         base, own = median(row, BASELINE), median(row, name)
         return base / own if base and own else None
 
@@ -253,7 +253,7 @@ def blocks(result: Mapping[str, Any], theme: Theme) -> Figure:
     return finished(sheet)
 
 
-def _share(row: Row, part: str) -> float:
+def _share(row: ResultRow, part: str) -> float:
     name = default_of(row) if default_of(row) in row["us"] else next(iter(row["us"]), None)
     return 0.0 if name is None else 100 * row["parts"][name][part] / row["us"][name]["median"]
 

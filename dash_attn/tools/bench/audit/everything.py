@@ -19,7 +19,7 @@ from dash_attn.tools.bench.audit.rounds import added
 from dash_attn.tools.bench.audit.watch import Job, watched
 from dash_attn.tools.bench.progress import progress
 
-Part = dict[str, Any]
+PartReport = dict[str, Any]
 REPEATS = "repeats"
 WHAT = {
     "mutations": "Program files, changed at random: refused, or run and right",
@@ -37,9 +37,9 @@ def audit_all(minutes: float, parts: Sequence[str], how: AuditSettings, keep: Ca
     """Run parts one after the other. Each gets the same share of the minutes, and the repeats get as much as all others
     together. `keep` gets the unfinished report after every part. Ctrl-C ends the audit, with the counts so far."""
     shares = {part: max(1, len(parts) - 1) if part == REPEATS else 1 for part in parts}
-    done: list[Part] = []
+    done: list[PartReport] = []
 
-    def report(*last: Part) -> Report:
+    def report(*last: PartReport) -> Report:
         """Of the parts that are done, and of the part that runs."""
         complete = len(done) == len(parts) and all(part["complete"] for part in done)
         return {
@@ -52,7 +52,7 @@ def audit_all(minutes: float, parts: Sequence[str], how: AuditSettings, keep: Ca
     for name in parts:
         seconds, began = 60 * minutes * shares[name] / sum(shares.values()), time.monotonic()
 
-        def told(counted: Part, name: str = name, began: float = began) -> Part:
+        def told(counted: PartReport, name: str = name, began: float = began) -> PartReport:
             return {"part": name, "what": WHAT[name], "seconds": round(time.monotonic() - began, 1), **counted}
 
         if name == REPEATS:
@@ -66,7 +66,7 @@ def audit_all(minutes: float, parts: Sequence[str], how: AuditSettings, keep: Ca
     return report()
 
 
-def attempts(kind: str, seconds: float, how: AuditSettings) -> Part:
+def attempts(kind: str, seconds: float, how: AuditSettings) -> PartReport:
     """Attempts of one kind, in a process under the watchdog. A hang or a crash is one more failure."""
     job: Job = {"attempts": kind, "seconds": seconds, "seed": how.seed}
     outcomes, began, complete = Counter[str](), time.monotonic(), True
@@ -96,7 +96,7 @@ def _failed(outcomes: Counter[str]) -> int:
     return sum(number for outcome, number in outcomes.items() if "WRONG" in outcome)
 
 
-def repeats(seconds: float, how: AuditSettings, keep: Callable[[Part], None]) -> Part:
+def repeats(seconds: float, how: AuditSettings, keep: Callable[[PartReport], None]) -> PartReport:
     """Repeats of the backward of each subject, again with other inputs until the time is over. `keep` gets the counts
     after each subject."""
     total, began, chosen = reported([], complete=True), time.monotonic(), subjects(how.device)
@@ -110,7 +110,7 @@ def repeats(seconds: float, how: AuditSettings, keep: Callable[[Part], None]) ->
     return part
 
 
-def _counted(report: Report) -> Part:
+def _counted(report: Report) -> PartReport:
     entries, counts = report["entries"], report["counts"]
     wrong = [
         f"{e['status']}: {e['case']}, {e['stressor']}: {e['why'] or ', '.join(e['tensors'])}"
@@ -118,7 +118,7 @@ def _counted(report: Report) -> Part:
         if e["status"] not in FINE
     ]
     outcomes = {"same bits": counts["runs"] - counts["differing"], "other bits": counts["differing"]}
-    part: Part = {"count": counts["runs"], "failed": counts["differing"] + counts["broken"], "outcomes": outcomes}
+    part: PartReport = {"count": counts["runs"], "failed": counts["differing"] + counts["broken"], "outcomes": outcomes}
     found = {"why": wrong[:SHOWN], "complete": report["complete"], "entries": entries}
     return part | found | {"stressors": report["stressors"]}
 
