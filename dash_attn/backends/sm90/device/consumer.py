@@ -46,7 +46,7 @@ from .tasks import (
 )
 
 
-class Held(NamedTuple):
+class ChainState(NamedTuple):
     """What a consumer holds in registers over a chain."""
 
     dk: Any
@@ -90,7 +90,7 @@ class Consumer:
         cta, ends = self.cta, self.cta.cfg.chain_entries
         dk.fill(0.0)
         dv.fill(0.0)
-        held = Held(dk, dv, gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP))
+        state = ChainState(dk, dv, gemms.keep_k(cta.views.k, fresh_thread_index() - WARPGROUP))
         done, arrived = Int32(0), Int32(0)
         if runs == 0:
             if const_expr(not cta.cfg.cut):
@@ -99,7 +99,7 @@ class Consumer:
             self.leave("k_empty", 0)
             done = Int32(1)
         while done == 0:
-            flags, arrived = self.task(gemms, held, task, task + i * ends, arrived)
+            flags, arrived = self.task(gemms, state, task, task + i * ends, arrived)
             task, done = task + 1, flags & ENDS
         if const_expr(cta.cfg.trace):
             tie_clocks(cta, task + i * ends)
@@ -111,7 +111,7 @@ class Consumer:
         return task
 
     @cute.jit
-    def task(self, gemms, held: Held, task, entry, arrived):
+    def task(self, gemms, state: ChainState, task, entry, arrived):
         cta, cfg = self.cta, self.cta.cfg
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         stage, phase = stage_of(task)
@@ -123,7 +123,7 @@ class Consumer:
             consumer_stamp(cta, entry, "begun")
         flags = entry_word(cta, entry, TaskEntry.FLAGS)
         s = gemms.score_acc()
-        gemms.issue_s(s, stage, held.k)
+        gemms.issue_s(s, stage, state.k)
         lse = ColumnPairs.of(cta.views.lse, stage, cfg.tile_m, cfg.lse_ahead)
         odd = (flags & ODD) // ODD
         if (flags & BEGINS) != 0:
@@ -182,7 +182,7 @@ class Consumer:
             self.await_ds_buffers(flags, odd)
         gemms.write_ds(ds16, stage)
         # (4) dV. Issued before dS is computed, it makes the kernel 8 % slower.
-        gemms.issue_dv(held.dv, p16, stage)
+        gemms.issue_dv(state.dv, p16, stage)
         # (5) dQ needs the dS rows of both warpgroups. Two buffers need only this one barrier: a warpgroup that
         # arrives here has completed dQ of the task before, so the other buffer is free.
         cute.arch.fence_view_async_shared()
@@ -193,7 +193,7 @@ class Consumer:
         warpgroup.wait_group(1)
         self.leave("do_empty", stage)
         # (6) dK
-        gemms.issue_dk(held.dk, ds16, stage)
+        gemms.issue_dk(state.dk, ds16, stage)
         warpgroup.wait_group(1)
         if (flags & ENDS) != 0:
             self.leave("k_empty", 0)

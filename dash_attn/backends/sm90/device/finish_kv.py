@@ -20,7 +20,7 @@ from .rows import batched
 THREADS = 128
 
 
-class Share(NamedTuple):
+class ThreadShare(NamedTuple):
     """What a thread works on: two rows of one part of a tile's sum."""
 
     plane: Any
@@ -57,7 +57,7 @@ class FinishKv:
         tile, part = entry // cfg.chain_entries, entry % cfg.chain_entries
         plane = batch * grads[0].shape[2] + head
         local = wg * 64 + (thread // 32) * 16 + (thread % 32) // 4  # the first of this thread's two rows in the tile
-        share = Share(plane, tile, part, wg, thread, local)
+        share = ThreadShare(plane, tile, part, wg, thread, local)
         if const_expr(len(tiles) > 1):
             mine = self.folded(sums, tiles[0], tiles[1], share)
         else:
@@ -70,7 +70,7 @@ class FinishKv:
         else:
             store_rounded(cfg, mine, Corner(grads[1], batch, head, row, end, col), scale)
 
-    def load(self, sums, share: Share):
+    def load(self, sums, share: ThreadShare):
         """This thread's sums, in fragment order: (4, pieces). The last two of four belong to the row 8 below."""
         cfg = self.cfg
         offset = cute.assume(share.wg * cfg.half_floats + share.thread * 4, divby=4)
@@ -81,7 +81,7 @@ class FinishKv:
         return mine
 
     @cute.jit
-    def folded(self, sums, folds, parts, share: Share):
+    def folded(self, sums, folds, parts, share: ThreadShare):
         """The sums of all panels. A row that a panel does not have keeps its sum: what lies there is not its own."""
         begin, count = folds[share.tile, int(Fold.PART)], folds[share.tile, int(Fold.PARTS)]
         total = self.load(sums, share._replace(tile=parts[begin, int(Part.KV_TILE)]))
