@@ -9,7 +9,8 @@ runs on the same tables, and a test compares them with the calls in the kernel's
     q_empty, ...     every consumer warp has left the stage
     k_full           K has landed, and the chain's column of `info` is written; in a pack also the end of all chains
     v_full           V has landed
-    k_empty, ...     every consumer warp has left the chain's K or V
+    k_empty, ...     every consumer warp has left the chain's K or V. If chains are cut and the dK writer follows the
+                     tasks, it has also read the end of the chain
     task_full        the producer has written an entry of the task ring
     ds_full          both warpgroups have written their columns of dS
     dq_full          one warpgroup has staged its half of a dQ slot
@@ -78,14 +79,21 @@ DELTA_MBARRIERS = {
     "do_full": MBarrierSpec("do_full", STAGES, 2, (Role.PRODUCER, Role.DK_WRITER), (Role.CONSUMER,)),
     "task_full": MBarrierSpec("task_full", RING, 1, (Role.PRODUCER,), (Role.DQ_WRITER, Role.DK_WRITER)),
 }
+# Consumers wait for the dK writer of a cut chain only at its tasks. A row of empty chains must not pass it by.
+CUT_DELTA_MBARRIERS = {
+    "k_empty": MBarrierSpec("k_empty", 1, CONSUMER_WARPS + 1, (Role.CONSUMER, Role.DK_WRITER), (Role.PRODUCER,)),
+}
 MBARRIER_COUNT = sum(spec.count for spec in MBARRIERS)
 # Number of the first barrier of each kind, counted from the start of the buffer.
 MBARRIER_OFFSETS = {spec.name: sum(before.count for before in MBARRIERS[:i]) for i, spec in enumerate(MBARRIERS)}
 
 
-def mbarriers(delta_in_product: bool) -> tuple[MBarrierSpec, ...]:
+def mbarriers(delta_in_product: bool, cut: bool) -> tuple[MBarrierSpec, ...]:
     """Those of a build. Only arrivals and roles differ between builds."""
-    return tuple(DELTA_MBARRIERS.get(spec.name, spec) for spec in MBARRIERS) if delta_in_product else MBARRIERS
+    others = DELTA_MBARRIERS if delta_in_product else {}
+    if delta_in_product and cut:
+        others = others | CUT_DELTA_MBARRIERS
+    return tuple(others.get(spec.name, spec) for spec in MBARRIERS)
 
 
 class NamedBarrier(IntEnum):
@@ -109,7 +117,7 @@ def ring_depth_needed(chain_entries: int) -> int:
     """Entries of the task ring that can be written before the slowest writer has read the first of them.
 
     - STAGES tasks ahead of the consumers, because every task waits for its stage of Q;
-    - the ends of CHAINS_IN_FLIGHT chains, because every chain waits for the K of the chain before;
+    - the ends of CHAINS_IN_FLIGHT chains, because every chain waits for the K of the chain before (k_empty);
     - DQ_SLOTS entries by which the consumers are ahead of the writers, because every entry waits for its slot;
     - an end mark for each writer, behind the last chain;
     - the entry that is being written.

@@ -396,7 +396,10 @@ class DkWriter(RoleModel):
             if entry.kind == "task":
                 yield from self.split_delta(task)
                 task += 1
-            if not self.cta.cfg.cut:
+            if self.cta.cfg.cut:
+                if entry.kind == "grad" and entry.part + 1 == self.cta.cfg.chain_entries:
+                    self.read_end()
+            else:
                 if late:
                     yield from self.wait("dk_full", 0, i & 1)
                     yield from self.store(i)
@@ -405,6 +408,9 @@ class DkWriter(RoleModel):
             if entry.kind == "end":
                 return
             number += 1
+
+    def read_end(self) -> None:
+        self.arrive("k_empty")
 
     def split_delta(self, task: int) -> Steps:
         stage, phase = stage_of(task)
@@ -427,24 +433,27 @@ class DkWriter(RoleModel):
         assert held == {("dk", chain)}, "dK is not there, or was overwritten"
 
 
-def roles_of(cta: Cta) -> list[Steps]:
+def roles_of(cta: Cta) -> list[RoleModel]:
     writers = (DqWriter(cta, writer) for writer in range(WRITERS))
-    roles = [Producer(cta), *(Consumer(cta, wg) for wg in WARPGROUPS), *writers, DkWriter(cta)]
-    return [role.start() for role in roles]
+    return [Producer(cta), *(Consumer(cta, wg) for wg in WARPGROUPS), *writers, DkWriter(cta)]
 
 
-def run(ctas: list[Cta], rng: random.Random, patience: int = 200_000) -> None:
-    """Random interleaving until every role has ended. Fails if none can move."""
-    live = [role for cta in ctas for role in roles_of(cta)]
+def run(ctas: list[Cta], rng: random.Random, patience: int = 200_000, slow: Role | None = None) -> None:
+    """Random interleaving until every role has ended. Fails if none can move.
+
+    `slow` moves only when all others have waited for a while.
+    """
+    live = [(role.role, role.start()) for cta in ctas for role in roles_of(cta)]
     idle = 0
     for _ in range(patience):
         if not live:
             return
-        role = rng.choice(live)
+        quick = [each for each in live if each[0] is not slow]
+        chosen = rng.choice(quick if quick and idle <= 20 * len(quick) else live)
         for _ in range(rng.choice((1, 1, 1, 5, 50))):
-            state = next(role, "ended")
+            state = next(chosen[1], "ended")
             if state == "ended":
-                live.remove(role)
+                live.remove(chosen)
                 idle = 0
                 break
             idle = idle + 1 if state == "blocked" else 0

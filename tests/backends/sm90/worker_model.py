@@ -88,7 +88,7 @@ class Cta:
     ):
         self.cfg, self.counters = cfg, counters
         self.chains = chains  # of a pack: a list that all workers share and take chains from
-        specs = mbarriers(cfg.delta_in_product) if specs is None else specs
+        specs = mbarriers(cfg.delta_in_product, cfg.cut) if specs is None else specs
         self.mbarriers = {(spec.name, i): MBarrier(spec) for spec in specs for i in range(spec.count)}
         self.named = {barrier: HardwareBarrier(count) for barrier, count in threads.items()}
         self.unused: set[object] = {

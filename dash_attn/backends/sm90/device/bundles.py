@@ -230,7 +230,7 @@ class Barriers:
 
     def init(self, cfg: KernelConfig):
         """Called by one thread."""
-        for spec in mbarriers(cfg.delta_in_product):
+        for spec in mbarriers(cfg.delta_in_product, cfg.cut):
             for i in range(spec.count):
                 cute.arch.mbarrier_init(self.at(spec.name, i), spec.arrivals)
 

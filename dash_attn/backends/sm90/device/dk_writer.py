@@ -11,7 +11,7 @@ from ..smem_plan import Info, TaskEntry, dk_piece
 from .bundles import Cta
 from .dq_writer import store_rows
 from .ptx import bf16_parts
-from .tasks import END, GRAD, await_entry, entry_word, info_word, kv_coords, my_chains, stage_of
+from .tasks import END, GRAD, PART, await_entry, entry_word, info_word, kv_coords, my_chains, stage_of
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,23 @@ class DkWriter:
             if (flags & (GRAD + END)) == 0:
                 self.split_delta(task)
                 task = task + 1
-            if const_expr(not cta.cfg.cut):
+            if const_expr(cta.cfg.cut):
+                if flags == GRAD + PART * (cta.cfg.chain_entries - 1):
+                    self.read_end()
+            else:
                 if late != 0:
                     cta.bars.wait("dk_full", 0, i & 1)
                     self.store(i)
                     i = i + 1
                 late = flags & GRAD
             entry, done = entry + 1, flags & END
+
+    @cute.jit
+    def read_end(self):
+        """The producer may go on: the last entry of a cut chain is read."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.cta.bars.arrive("k_empty")
 
     @cute.jit
     def split_delta(self, task):

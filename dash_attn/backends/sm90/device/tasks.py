@@ -120,7 +120,7 @@ def ring_phase(entry):
 
 
 def publish(cta: Cta, entry, words):
-    """One thread writes an entry and announces it to the dQ writers."""
+    """One thread writes an entry and announces it to the writers."""
     slot = ring_slot(entry)
     for i, word in enumerate(words):
         cta.views.ring[i, slot] = Int32(word)
