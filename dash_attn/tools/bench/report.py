@@ -103,7 +103,10 @@ def speed(row: ResultRow, peer: str) -> float | None:
 
 
 def times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
+    """Two digits, but three for a ratio below 1 that two would round up to 1."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.3f}x" if 0.995 <= ratio < 0.9995 else f"{ratio:.2f}x"
 
 
 def geometric_mean(values: Iterable[float]) -> float:

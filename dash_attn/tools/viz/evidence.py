@@ -101,10 +101,15 @@ def _headline(results: Mapping[str, Result]) -> list[Section]:
     groups = headline(results)
     if not groups:
         return []
-    origins = [results[group.suite]["environment"] for group in groups]
-    lines = [[*group.line, group.suite, where(origin, STAMP)] for group, origin in zip(groups, origins, strict=True)]
+    suites = dict.fromkeys(suite for group in groups for suite in group.suites)
+    origins = {suite: results[suite]["environment"] for suite in suites}
+    stamps = {suite: where(origin, STAMP) for suite, origin in origins.items()}
+    lines = [
+        [*group.line, ", ".join(group.suites), "; ".join(dict.fromkeys(stamps[suite] for suite in group.suites))]
+        for group in groups
+    ]
     # Suites are measured on different days: the page says of all of them only what is true of each.
-    first, *others = origins
+    first, *others = origins.values()
     shared = {name: fact for name, fact in first.items() if all(other.get(name) == fact for other in others)}
     text = (
         f"{where(shared)}\n\nSpeed of dash_attn over that of FlashAttention-4 (FA4): the geometric mean over the "

@@ -13,8 +13,8 @@ from tests.tools.viz.test_plots import overlaps
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK, NARROW[LIGHT]])
 def test_the_picture_has_a_dot_for_each_cell(theme) -> None:
-    rows = [row(1, "full", "shift"), row(1, "causal", "fa3")]  # ours takes 99
-    rows[0]["us"]["fa4"], rows[1]["us"]["fa4"] = us(49.5), us(198.0)
+    rows = [row(100, "full", "shift"), row(100, "causal", "fa3")]  # ours takes 9,900
+    rows[0]["us"]["fa4"], rows[1]["us"]["fa4"] = us(4950.0), us(19800.0)
     rows[1]["failed"] = {"fa4 det": "gradients are wrong"}
     groups = headline({"grid_close": {"rows": rows}, "packed": {"rows": rows[:1]}})
     figure = headline_plot(groups, {"device": "GPU"}, theme)
