@@ -14,7 +14,7 @@ from torch import Tensor
 from dash_attn.api.border import check_order
 from dash_attn.api.calls import Boundaries, read, side_of, values_of
 from dash_attn.backends.variables import variable
-from dash_attn.problem import FULL, PLAIN, Documents, Features, Mask, Problem, window
+from dash_attn.problem import CAUSAL, FULL, PLAIN, Documents, Features, Mask, Problem, window
 
 if TYPE_CHECKING:
     from dash_attn.program import Program
@@ -217,16 +217,16 @@ def mask_of(asked: Arguments) -> Mask:
             "of a BlockMask of torch"
         )
     check_flag("causal", asked.causal)
-    band = FULL if sides is None else _window_of(asked.words.window, sides)
-    # As in FlashAttention, causal sets the right side to 0, also in place of a negative one.
-    return (replace(band, right=0) if asked.causal else band) & (mask or FULL)
+    band = FULL if sides is None else _window_of(asked.words.window, sides, asked.causal)
+    return (CAUSAL if asked.causal else FULL) & band & (mask or FULL)
 
 
-def _window_of(name: str, sides: Window) -> Mask:
+def _window_of(name: str, sides: Window, causal: bool) -> Mask:
     if isinstance(sides, tuple | list) and len(sides) == 2:
         left, right = map(_side, sides)
         if all(side is None or isinstance(side, int) for side in (left, right)):
-            return window(left, right)  # type: ignore[arg-type]
+            # As in FlashAttention, causal sets the right side to 0, also in place of a negative one.
+            return window(left, 0 if causal else right)  # type: ignore[arg-type]
     raise ValueError(
         f"{name} must be (left, right), each a whole number, as an int or a tensor without dimensions, or None for no "
         f"limit; got {sides}"

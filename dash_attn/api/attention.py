@@ -263,9 +263,9 @@ def attention(
 
     causal         a query sees keys up to its position; the last query of a sequence has the position of its last key
     window         (left, right): a query sees this many keys before and after its position. Each side is an int, a 0-d
-                   integer tensor (read as `cu_seqlens` is), or None. -1 or None means no limit. Two negative sides
-                   mean no limits. One side below -1 is counted in the other direction: (10, -3) are the keys from 10
-                   to 3 before the position. With `causal` the right side is 0
+                   integer tensor (read as `cu_seqlens` is), or None. -1 or None means no limit. One side below -1 is
+                   counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two negative
+                   sides, or sides with no key between them, mean no limits. With `causal` the right side is 0
     cu_seqlens     0 and the end of each packed sequence, as a list or a tensor. For a tensor on a GPU the host waits
                    once, and again after a change of its values. torch.compile takes a list as a constant; the values
                    of a tensor may change

@@ -66,9 +66,9 @@ def flash_attn_func(
     """Attention over (batch, seqlen, heads, dim): out, or (out, softmax_lse, None) with `return_attn_probs`.
 
     window_size    (left, right): keys before and after the position of a query that it sees, each an int, a 0-d
-                   integer tensor, or None. -1 or None means no limit. Two negative sides mean no limits. One side
-                   below -1 is counted in the other direction, as in FlashAttention 4: (10, -3) are the keys from 10 to
-                   3 before the position. With causal the right side is 0
+                   integer tensor, or None. -1 or None means no limit. One side below -1 is counted in the other
+                   direction, as in FlashAttention 4: (10, -3) are the keys from 10 to 3 before the position. Two
+                   negative sides, or sides with no key between them, mean no limits. With causal the right side is 0
     deterministic  None means yes, unless FLASH_ATTENTION_DETERMINISTIC=0 is set and torch does not ask for determinism
     sm_margin      SMs of a GPU that the backward leaves to other kernels; it never changes the bits
     panels         as in `dash_attn.attention`; FlashAttention has no such argument

@@ -312,12 +312,12 @@ def window(left: int | None, right: int | None) -> Mask:
     """Sliding window: keys from `left` before to `right` after the query's position. None or -1 means no limit.
 
     A side below -1 is counted in the other direction: (10, -3) are the keys from 10 to 3 before the position. Two
-    negative sides mean no limits, as in FlashAttention.
+    negative sides mean no limits, and so do sides with no key between them, such as (2, -5), as in FlashAttention 4.
     """
     left, right = side("left", left), side("right", right)
-    if left is not None and right is not None and left < 0 and right < 0:
-        return FULL
-    return Mask(None if left == -1 else left, None if right == -1 else right)
+    band = Mask(None if left == -1 else left, None if right == -1 else right)
+    both_negative = left is not None and right is not None and max(left, right) < 0
+    return FULL if both_negative or band.is_blind else band
 
 
 def documents(cu_q: npt.ArrayLike, cu_k: npt.ArrayLike | None = None, *, causal: bool = False) -> Mask:

@@ -224,6 +224,24 @@ def test_unused_rows_take_no_part(used_q: list[int] | None, used_k: list[int] | 
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("right", [None, -9, -3, 0, 4])
+@pytest.mark.parametrize("left", [None, -9, -3, 0, 2, 9])
+def test_windows_are_those_of_flash_attention(left: int | None, right: int | None, causal: bool) -> None:
+    """FlashAttention 4 first lets causal set the right side to 0, then drops both sides if no key is between them."""
+    q, k, v = torch.randn(1, 7, 1, 8), torch.randn(1, 9, 1, 8), torch.randn(1, 9, 1, 8)
+    place, keys = torch.arange(7)[:, None] + 2, torch.arange(9)
+    end = 0 if causal else right
+    if left is not None and end is not None and left + end < 0:
+        seen = keys <= place if causal else torch.ones(7, 9, dtype=torch.bool)
+    else:
+        seen = (keys >= place - (99 if left is None else left)) & (keys <= place + (99 if end is None else end))
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, window_size=(left, right), return_attn_probs=True)
+    scores = (q[0, :, 0] @ k[0, :, 0].T / math.sqrt(8)).masked_fill(~seen, -math.inf)
+    assert torch.allclose(lse[0, 0], scores.logsumexp(-1), atol=1e-5)
+    assert torch.allclose(out[0, :, 0], scores.softmax(-1).nan_to_num(0.0) @ v[0, :, 0], atol=1e-5)
+
+
 def test_used_rows_are_tensors_or_lists_and_their_values_count() -> None:
     used_q, used_k = (torch.tensor(used, dtype=torch.int32) for used in USED[0])
     listed = flash_attn_varlen_func(*unequal(), CU_Q, CU_K, seqused_q=USED[0][0], seqused_k=USED[0][1])

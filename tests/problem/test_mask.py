@@ -137,6 +137,7 @@ def test_constructors() -> None:
     assert window(-1, 0) == CAUSAL and window(-1, -1) == window(None, None) == window(-5, -1) == window(-2, -3) == FULL
     assert window(-5, None) == Mask(-5, None) and window(None, -5) == Mask(None, -5)
     assert window(4, -2) == Mask(4, -2) and not Mask(4, -2).is_blind and Mask(2, -4).is_blind
+    assert window(2, -2) == Mask(2, -2) and window(2, -3) == window(-3, 2) == FULL
     assert documents([0, 3]) == documents(np.array([0, 3], np.int32), (0, 3))
     assert documents([0, 3], causal=True) == CAUSAL & documents([0, 3])
     cells = np.array([[True, False, True]])
