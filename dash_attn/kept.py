@@ -19,7 +19,7 @@ LOOKED_INTO = ("dash_attn.", "torch.nn.attention.flex_attention")  # modules who
 Given = ParamSpec("Given")
 Value = TypeVar("Value")
 
-# One lock for all caches. A fork waits for it, so that no child begins with a lock that nobody opens.
+# One lock for all caches. A fork waits for it, so that no child begins with a lock that nobody releases.
 _lock = threading.RLock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 

@@ -11,8 +11,8 @@ Value = TypeVar("Value")
 class cached_property(Generic[Value]):
     """functools.cached_property as of Python 3.12, which takes no lock.
 
-    In Python 3.11 a thread holds a lock while it computes. A child that is born meanwhile would wait for it forever. If
-    two threads ask at the same time, both compute, and one of the equal values stays.
+    In Python 3.11 a thread holds a lock while it computes. A child that is forked meanwhile would wait for it forever.
+    If two threads ask at the same time, both compute, and one of the equal values stays.
     """
 
     def __init__(self, function: Callable[[Any], Value]) -> None:

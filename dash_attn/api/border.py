@@ -38,7 +38,7 @@ def prepare(problem: Problem, policy: str | Program, options: Options, like: tor
 def loaded() -> Any:
     """The module behind the border.
 
-    It loads before or after a fork: a child that is born meanwhile would inherit a lock that nobody opens.
+    It loads before or after a fork: a child that is forked meanwhile would inherit a held lock that no thread releases.
     torch.compile cannot trace that, and traces the import alone.
     """
     if not torch.compiler.is_compiling():

@@ -36,7 +36,7 @@ __all__ = [
 def backend_for(device: torch.device) -> Backend:
     """The backend of a device, or an error that names the way out. Nothing falls back silently."""
     if device.type == "cpu":
-        with apart:  # a child that is born while a module loads inherits a lock that nobody opens
+        with apart:  # a child forked while a module loads inherits a lock that nobody releases
             from dash_attn.backends.cpu.backend import CpuBackend
 
         return CpuBackend()

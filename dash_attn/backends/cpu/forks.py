@@ -1,7 +1,7 @@
 """Forks wait until no thread of this backend is inside the math library.
 
 MKL has a lock around its memory. A thread takes it inside a product, and once more when it ends. If a process forks
-meanwhile, the child inherits a lock that nobody opens again, and its first product waits forever.
+meanwhile, the child inherits a lock that no thread releases, and its first product waits forever.
 """
 
 from __future__ import annotations
