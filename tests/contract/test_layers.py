@@ -203,8 +203,9 @@ def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def smuggled(function: ast.FunctionDef | ast.AsyncFunctionDef, *, device: bool = False) -> list[str]:
     """Parameters that are tuples of unlike types and that the body unpacks: several parameters under one name.
 
-    Device code has few types. There a parameter without a type counts too, and one that is just a `tuple`. Only the
-    `__call__` of a kernel may unpack such a tuple: the host passes plain tuples, and the build decides their length.
+    Device code has few types. There a parameter without a type counts too, and one that is just a `tuple`, and a fixed
+    place of a `tuple` is an unpacking too. Only the `__call__` of a kernel may unpack such a tuple: the host passes
+    plain tuples, and the build decides their length.
     """
     args = function.args
     bare = (None, "tuple") if device and function.name != "__call__" else ()
@@ -213,7 +214,20 @@ def smuggled(function: ast.FunctionDef | ast.AsyncFunctionDef, *, device: bool =
         for each in (*args.posonlyargs, *args.args, *args.kwonlyargs)
         if _is_mixed_tuple(each.annotation) or (each.annotation and ast.unparse(each.annotation)) in bare
     }
-    return sorted(mixed & {name for node in ast.walk(function) for name in _unpacked(node)})
+    plain = {each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs) if _is_plain_tuple(each.annotation)}
+    places = plain & {name for node in ast.walk(function) for name in _placed(node)} if bare else set()
+    return sorted(mixed & {name for node in ast.walk(function) for name in _unpacked(node)} | places)
+
+
+def _is_plain_tuple(annotation: ast.expr | None) -> bool:
+    return annotation is not None and ast.unparse(annotation) == "tuple"
+
+
+def _placed(node: ast.AST) -> Iterator[str]:
+    """The name of what is read at a fixed place: of `x[0]` and of `x[1:]` it is x."""
+    is_place = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant | ast.Slice)
+    if is_place and isinstance(node.value, ast.Name):
+        yield node.value.id
 
 
 def _is_mixed_tuple(annotation: ast.expr | None) -> bool:
@@ -451,15 +465,16 @@ def f(a: tuple[int, str], b: tuple[int, int], c: tuple[int, str], d: tuple[int, 
 
 def test_finds_tuples_without_types_in_device_code() -> None:
     source = """
-def f(a, b: tuple, c, d: Record, *, e):
+def f(a, b: tuple, c, d: Record, *, e, g: tuple, h: tuple):
     x, *y = a
     (u,) = b
     w = c[0]
     p, q = d
     r, (s, t) = 1, e
+    z = g[1:], h[x]
 def __call__(self, a: tuple):
-    x, y = a
+    x, y = a[0], a[1]
 """
     found = list(functions(ast.parse(source)))
-    assert [smuggled(function, device=True) for function in found] == [["a", "b", "e"], []]
+    assert [smuggled(function, device=True) for function in found] == [["a", "b", "e", "g"], []]
     assert [smuggled(function) for function in found] == [[], []]

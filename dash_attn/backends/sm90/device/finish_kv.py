@@ -20,6 +20,18 @@ from .rows import batched
 THREADS = 128
 
 
+class KvGrads(NamedTuple):
+    dv: Any
+    dk: Any
+
+
+class KvTables(NamedTuple):
+    """Each is a tuple of one table, or empty."""
+
+    rows: Any  # of the kv tiles of a pack; with panels the table `folds`
+    parts: Any  # with panels
+
+
 class ThreadShare(NamedTuple):
     """What a thread works on: two rows of one part of a tile's sum."""
 
@@ -41,34 +53,36 @@ class FinishKv:
         grads: dv and dk
         tiles: rows of the kv tiles of a pack; with panels the tables `folds` and `parts`
         """
-        grads = tuple(batched(self.cfg, grad) for grad in grads)
-        batch, _, heads, _ = grads[0].shape
-        count = tiles[0].shape[0] if const_expr(len(tiles) > 1) else sums.shape[1]
+        grads, tables = KvGrads(*(batched(self.cfg, grad) for grad in grads)), KvTables(tiles[:1], tiles[1:])
+        batch, _, heads, _ = grads.dv.shape
+        count = tables.rows[0].shape[0] if const_expr(len(tables.parts) > 0) else sums.shape[1]
         pieces = count * self.cfg.chain_entries * CONSUMER_WARPGROUPS
-        self.kernel(sums, grads, tiles, scale).launch(grid=[pieces, heads, batch], block=[THREADS, 1, 1], stream=stream)
+        self.kernel(sums, grads, tables, scale).launch(
+            grid=[pieces, heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
 
     @cute.kernel
-    def kernel(self, sums: cute.Tensor, grads: tuple, tiles: tuple, scale: Float32):
+    def kernel(self, sums: cute.Tensor, grads: KvGrads, tables: KvTables, scale: Float32):
         """One CTA works on 64 columns of one warpgroup's rows of a dV or dK tile."""
         cfg = self.cfg
         at, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         wg, entry = at % CONSUMER_WARPGROUPS, at // CONSUMER_WARPGROUPS
         tile, part = entry // cfg.chain_entries, entry % cfg.chain_entries
-        plane = batch * grads[0].shape[2] + head
+        plane = batch * grads.dv.shape[2] + head
         local = wg * 64 + (thread // 32) * 16 + (thread % 32) // 4  # the first of this thread's two rows in the tile
         share = ThreadShare(plane, tile, part, wg, thread, local)
-        if const_expr(len(tiles) > 1):
-            mine = self.folded(sums, tiles[0], tiles[1], share)
+        if const_expr(len(tables.parts) > 0):
+            mine = self.folded(sums, tables.rows[0], tables.parts[0], share)
         else:
             mine = self.load(sums, share)
-        first, end = rows_of(cfg, tiles, tile, TILE_N, grads[0].shape[1])
+        first, end = rows_of(cfg, tables.rows, tile, TILE_N, grads.dv.shape[1])
         row = first + local
         col = (part % cfg.part_entries) * 64 + (thread % 4) * 8
         if part < cfg.part_entries:
-            store_rounded(cfg, mine, Corner(grads[0], batch, head, row, end, col), Float32(1.0))
+            store_rounded(cfg, mine, Corner(grads.dv, batch, head, row, end, col), Float32(1.0))
         else:
-            store_rounded(cfg, mine, Corner(grads[1], batch, head, row, end, col), scale)
+            store_rounded(cfg, mine, Corner(grads.dk, batch, head, row, end, col), scale)
 
     def load(self, sums, share: ThreadShare):
         """This thread's sums, in fragment order: (4, pieces). The last two of four belong to the row 8 below."""

@@ -36,6 +36,11 @@ class Outputs(NamedTuple):
     counters: Any
 
 
+class PackExtra(NamedTuple):
+    words: Any  # to be set to zero
+    tiles: Any  # a tuple of the rows of the q tiles, or an empty one
+
+
 class Prepare:
     def __init__(self, cfg: KernelConfig, with_dlse: bool = False):
         self.cfg, self.with_dlse = cfg, with_dlse
@@ -51,12 +56,13 @@ class Prepare:
         batch, _, heads, _ = inputs.dout.shape
         lse2, delta, _, counters = stats
         grid = [heads * counters.shape[1], batch, 1]
+        extra = PackExtra(extra[0] if cutlass.const_expr(len(extra) > 0) else (), extra[1:])
         self.kernel(inputs, Outputs(lse2, delta, counters), extra).launch(
             grid=grid, block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, outputs: Outputs, extra: tuple):
+    def kernel(self, inputs: Inputs, outputs: Outputs, extra: PackExtra):
         cfg = self.cfg
         dout, counters = inputs.dout, outputs.counters
         at, batch, _ = cute.arch.block_idx()
@@ -64,8 +70,8 @@ class Prepare:
         thread = cute.arch.thread_idx()[0]
         plane = batch * dout.shape[2] + head
         if cutlass.const_expr(cfg.cut or cfg.packed):
-            clear(extra[0], thread)
-        first, end = rows_of(cfg, extra[1:], tile, cfg.tile_m, dout.shape[1])
+            clear(extra.words, thread)
+        first, end = rows_of(cfg, extra.tiles, tile, cfg.tile_m, dout.shape[1])
         if thread < counters.shape[2]:
             counters[plane, tile, thread, 0] = Int32(0)
         lanes, pieces = cfg.dim // 8, cfg.columns // 8  # a lane reads 16 bytes of a row; the sum needs 2^n lanes

@@ -4,6 +4,8 @@ A forward multiplies whole tiles. The probabilities behind the end of a sequence
 of the next sequence would reach this one. In the copy, zeros are there.
 """
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cu
 import cutlass
 import cutlass.cute as cute
@@ -11,6 +13,11 @@ import cutlass.cute as cute
 from ..config import PIECE_ROWS, KernelConfig, Piece
 
 THREADS = 256
+
+
+class KeysValues(NamedTuple):
+    k: Any
+    v: Any
 
 
 class Spread:
@@ -22,16 +29,17 @@ class Spread:
         """sources, copies: k and v, (rows, heads, dim)
         pieces: columns of config.Piece
         """
-        grid = [pieces.shape[0] * len(sources), sources[0].shape[1], 1]
+        sources, copies = KeysValues(*sources), KeysValues(*copies)
+        grid = [pieces.shape[0] * len(sources), sources.k.shape[1], 1]
         self.kernel(sources, copies, pieces).launch(grid=grid, block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(self, sources: tuple, copies: tuple, pieces: cute.Tensor):
+    def kernel(self, sources: KeysValues, copies: KeysValues, pieces: cute.Tensor):
         at, head, _ = cute.arch.block_idx()
         if at < pieces.shape[0]:
-            self.copy(sources[0], copies[0], head, pieces, at)
+            self.copy(sources.k, copies.k, head, pieces, at)
         else:
-            self.copy(sources[1], copies[1], head, pieces, at - pieces.shape[0])
+            self.copy(sources.v, copies.v, head, pieces, at - pieces.shape[0])
 
     @cute.jit
     def copy(self, source, copy, head, pieces, at):
