@@ -123,6 +123,8 @@ class Family:
             return _code(_up(len_q, m), np.where(tiles * n == len_k, len_k, tiles * n - 1))
         if self.mask.right == 0 and n % m == 0:  # causal, perhaps with a window
             return _code(*self._longest(len_q, len_k))
+        if all(side is None or side >= 0 for side in (self.mask.left, self.mask.right)):
+            return _code(*self._longest_ahead(len_q, len_k))
         return _code(len_q, len_k)
 
     def _longest(self, len_q: Longs, len_k: Longs) -> tuple[Longs, Longs]:
@@ -144,6 +146,19 @@ class Family:
             longest = np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
         known &= len_q > 0
         return np.where(known, longest, len_q), np.where(known, longest + start, len_k)
+
+    def _longest_ahead(self, len_q: Longs, len_k: Longs) -> tuple[Longs, Longs]:
+        """As `_longest` for windows that look ahead, if there are as many keys as queries.
+
+        The last row sees the last key, so the last q tile reaches the last kv tile, however long both are. The last kv
+        tile is partial unless keys fill it.
+        """
+        (m, n), left = (self.shape.m, self.shape.n), self.mask.left
+        longest = np.minimum(_up(len_q, m), _up(len_k, n) - 1)
+        if left is not None:
+            longest = np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
+        known = (len_q == len_k) & (len_k % n != 0)
+        return np.where(known, longest, len_q), np.where(known, longest, len_k)
 
     def code(self, problem: Problem) -> int:
         """The number of one sequence."""

@@ -145,7 +145,7 @@ def test_sequences_with_equal_codes_have_equal_tiles(
         (CAUSAL, range(1, 65), 16),  # q tiles
         (FULL, range(1, 65), 16 + 8),  # and whether the last kv tile is partial
         (window(9, 0), range(1, 65), 16 + 7),  # and where the window of the last q tile begins
-        (window(9, 1), range(1, 65), 64),
+        (window(9, 1), range(1, 65), 16 + 8 + 7),  # and both
     ],
     ids=str,
 )
@@ -163,7 +163,11 @@ def test_few_templates_stand_for_many_keys_before_the_queries() -> None:
     assert len(set(codes.tolist())) <= 4 * (64 // 8 + 1)
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, window(0, 0), window(5, 0), window(11, 0), window(40, 0)], ids=str)
+BEHIND = [CAUSAL, window(0, 0), window(5, 0), window(11, 0), window(40, 0)]
+AHEAD = [window(0, 3), window(5, 1), window(11, 6), window(3, 40), window(7, None), window(None, 2), window(None, 9)]
+
+
+@pytest.mark.parametrize("mask", [*BEHIND, *AHEAD], ids=str)
 @pytest.mark.parametrize("shape", [TileShape(1, 4), TileShape(2, 4), TileShape(4, 4), TileShape(4, 8)], ids=str)
 def test_every_short_length_has_the_tiles_of_its_code(mask: Mask, shape: TileShape) -> None:
     family = templates.Family(1, 64, "bfloat16", None, mask, shape, "spt")

@@ -35,7 +35,7 @@ def seconds(count: int, tokens: int, kind: Mask) -> float:
     return min(times)  # other work on the machine slows most of them
 
 
-@pytest.mark.parametrize("kind", [CAUSAL, FULL, window(512, 0)], ids=str)
+@pytest.mark.parametrize("kind", [CAUSAL, FULL, window(512, 0), window(256, 256)], ids=str)
 @pytest.mark.parametrize(("count", "limit"), [(64, 0.3e-3), (1000, 2e-3)])
 def test_assembling_a_new_layout(count: int, limit: float, kind: Mask) -> None:
     assert seconds(count, 32768, kind) < limit
