@@ -145,12 +145,24 @@ def _traced(operands: Operands, asked: Arguments, extras: Extras, rooms: tuple[T
         raise ValueError(
             "two of dq, dk, dv and dsinks are the same tensor: give each memory of its own, or leave it out"
         )
-    packed, cu = operands.q.ndim == 3, traced_boundaries(asked, operands.q.device)
-    posed, order_arguments, softcap, dropout, _ = plain_of(mask_of(asked), asked, True)
+    packed, (cu_q, cu_k) = operands.q.ndim == 3, traced_boundaries(asked, operands.q.device)
+    plain = plain_of(mask_of(asked), asked, True)
     dlse = extras.dlse.unsqueeze(0) if packed and extras.dlse is not None else extras.dlse
-    around = (posed.rows, extras.sinks, extras.seed, softcap, dropout, dlse)
-    given = [x.unsqueeze(0) if packed else x for x in operands]
-    grads = list(ops.backward(*given, *cu, *posed[:-1], *order_arguments, *around))
+    operands = Operands(*[x.unsqueeze(0) for x in operands]) if packed else operands
+    grads = list(
+        ops.backward(
+            **operands._asdict(),
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            **plain.posed._asdict(),
+            **plain.order_arguments._asdict(),
+            sinks=extras.sinks,
+            seed=extras.seed,
+            softcap=plain.softcap,
+            dropout=plain.dropout,
+            dlse=dlse,
+        )
+    )
     if packed:
         grads[:3] = [x.squeeze(0) for x in grads[:3]]
     for i, room in enumerate(rooms):
