@@ -127,19 +127,16 @@ class Prepared:
         return self._index is not None and torch.cuda.current_device() != self._index
 
     def _is_plain(self) -> bool:
-        """False under autocast, which would round float32 sums and must be turned off."""
-        if self._on_gpu:
-            _keep_if_captured(self)
+        """False under autocast, which would round float32 sums and must be turned off.
+
+        While a CUDA graph is captured, this object is kept for ever: the graph reads its tables at every replay.
+        """
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
         return not torch.is_autocast_enabled(self._kind)
 
 
-_captured: set[Prepared | Held] = set()
-
-
-def _keep_if_captured(used: Prepared | Held) -> None:
-    """While a CUDA graph is captured, keep what runs for ever: the graph reads its tables at every replay."""
-    if torch.cuda.is_current_stream_capturing():
-        _captured.add(used)
+_captured: set[Prepared] = set()
 
 
 def _alert() -> None:
@@ -162,20 +159,13 @@ def prepare(problem: Problem, policy: str | Program, options: Options, like: tor
     return Prepared(problem, policy, options, backend_for(like) if isinstance(like, torch.device) else like)
 
 
+@kept(growing=lambda held: held.pack)
 def prepare_panels(
     problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device
 ) -> Held:
-    """Make some panels of a problem ready to run, on tensors that have only their rows. It is called for every run.
+    """Make some panels of a problem ready to run, on tensors that have only their rows.
 
     `held` has panels of `problem.panel_list`. The q_row and k_row of each are replaced by its rows in those tensors.
     """
-    ready = _panels(problem, held, policy, options, like)
-    if like.type == "cuda":
-        _keep_if_captured(ready)
-    return ready
-
-
-@kept(growing=lambda held: held.pack)
-def _panels(problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device) -> Held:
     backend = backend_for(like)
     return backend.held(Pack(problem, backend.tile_shape, policy, held), options)
