@@ -32,6 +32,7 @@ class Prepared:
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
         self._index = backend.device.index if self._on_gpu else None
+        self._has_order = False
         self._counted: set[str] = set()  # the calls after which the caches know how large this object is
 
     @cached_property
@@ -46,9 +47,12 @@ class Prepared:
         return plan(self.problem, self.backend.tile_shape(self.problem), self.policy)
 
     def require_order(self) -> None:
-        """Raise an error if the policy cannot order the problem."""
+        """Raise an error if the policy cannot order the problem. Later calls of a problem in order cost nothing."""
+        if self._has_order:
+            return
         if isinstance(self.plan, Pack):
             self.plan.require_order()
+        self._has_order = True
 
     @cached_property
     def run_forward(self) -> Forward:
