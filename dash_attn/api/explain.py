@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window
-from dash_attn.api.attention import autocast, prepared_for
+from dash_attn.api.autograd import autocast, prepared_for
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.kept import grown

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dash_attn.api.arguments import FLASH, Arguments, Window
-from dash_attn.api.attention import attend
+from dash_attn.api.autograd import attend
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given
 

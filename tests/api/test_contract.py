@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.api import calls
-from dash_attn.api.attention import Attention, FeaturedAttention
+from dash_attn.api.autograd import Attention, FeaturedAttention
 from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Backward, Forward, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend

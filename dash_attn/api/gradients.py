@@ -22,7 +22,7 @@ from dash_attn.api.arguments import (
     traced_boundaries,
     wants_determinism,
 )
-from dash_attn.api.attention import is_watched, plain_of, refuse_tangents
+from dash_attn.api.autograd import is_watched, plain_of, refuse_tangents
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed, is_plain
