@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from dash_attn.api.attention import attention
-    from dash_attn.api.backward import backward
+    from dash_attn.api.autograd import attention
     from dash_attn.api.explain import explain
     from dash_attn.api.flash import flash_attn_func, flash_attn_varlen_func
+    from dash_attn.api.gradients import backward
     from dash_attn.integrations.flex import from_block_mask
     from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, intervals, intervals_by_row, tiles, window
     from dash_attn.program import load

@@ -32,6 +32,7 @@ class Prepared:
         self._kind = backend.device.type
         self._on_gpu = self._kind == "cuda"
         self._index = backend.device.index if self._on_gpu else None
+        self._has_order = False
         self._counted: set[str] = set()  # the calls after which the caches know how large this object is
 
     @cached_property
@@ -46,9 +47,12 @@ class Prepared:
         return plan(self.problem, self.backend.tile_shape(self.problem), self.policy)
 
     def require_order(self) -> None:
-        """Raise an error if the policy cannot order the problem."""
+        """Raise an error if the policy cannot order the problem. Later calls of a problem in order cost nothing."""
+        if self._has_order:
+            return
         if isinstance(self.plan, Pack):
             self.plan.require_order()
+        self._has_order = True
 
     @cached_property
     def run_forward(self) -> Forward:
@@ -127,19 +131,16 @@ class Prepared:
         return self._index is not None and torch.cuda.current_device() != self._index
 
     def _is_plain(self) -> bool:
-        """False under autocast, which would round float32 sums and must be turned off."""
-        if self._on_gpu:
-            _keep_if_captured(self)
+        """False under autocast, which would round float32 sums and must be turned off.
+
+        While a CUDA graph is captured, this object is kept for ever: the graph reads its tables at every replay.
+        """
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
         return not torch.is_autocast_enabled(self._kind)
 
 
-_captured: set[Prepared | Held] = set()
-
-
-def _keep_if_captured(used: Prepared | Held) -> None:
-    """While a CUDA graph is captured, keep what runs for ever: the graph reads its tables at every replay."""
-    if torch.cuda.is_current_stream_capturing():
-        _captured.add(used)
+_captured: set[Prepared] = set()
 
 
 def _alert() -> None:
@@ -162,20 +163,13 @@ def prepare(problem: Problem, policy: str | Program, options: Options, like: tor
     return Prepared(problem, policy, options, backend_for(like) if isinstance(like, torch.device) else like)
 
 
+@kept(growing=lambda held: held.pack)
 def prepare_panels(
     problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device
 ) -> Held:
-    """Make some panels of a problem ready to run, on tensors that have only their rows. It is called for every run.
+    """Make some panels of a problem ready to run, on tensors that have only their rows.
 
     `held` has panels of `problem.panel_list`. The q_row and k_row of each are replaced by its rows in those tensors.
     """
-    ready = _panels(problem, held, policy, options, like)
-    if like.type == "cuda":
-        _keep_if_captured(ready)
-    return ready
-
-
-@kept(growing=lambda held: held.pack)
-def _panels(problem: Problem, held: tuple[Panel, ...], policy: str, options: Options, like: torch.device) -> Held:
     backend = backend_for(like)
     return backend.held(Pack(problem, backend.tile_shape, policy, held), options)

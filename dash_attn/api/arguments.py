@@ -32,7 +32,7 @@ Side = int | Tensor | None
 Window = tuple[Side, Side]
 
 
-USED_NAMES = ("seqused_q", "seqused_k")
+USED_Q, USED_K = "seqused_q", "seqused_k"
 
 
 class Words(NamedTuple):
@@ -76,14 +76,34 @@ class Arguments(NamedTuple):
 
         The key holds types too: 1 equals True and 1.0, but not every check accepts all of them.
         """
-        causal, window, cu_q, cu_k, mask, scale, policy, ordered, sm_margin, words, used_q, used_k, panels, _ = self
         plain: tuple[object, ...] = self
-        if window is not None or cu_q is not None or cu_k is not None:
-            sides = (*map(side_of, window), *map(type, window)) if isinstance(window, tuple) else (window, type(window))
-            cu = (values_of(cu_q), values_of(cu_k), values_of(used_q), values_of(used_k))
-            plain = (causal, sides, *cu, mask, scale, policy, ordered, sm_margin, words, panels, self.features)
-        kinds = (type(causal), type(scale), type(ordered), type(sm_margin), type(panels))
-        return plain, kinds, wants_determinism(ordered)
+        window = self.window
+        if window is not None or self.cu_q is not None or self.cu_k is not None:
+            plain = (
+                (*map(side_of, window), *map(type, window)) if isinstance(window, tuple) else (window, type(window)),
+                values_of(self.cu_q),
+                values_of(self.cu_k),
+                values_of(self.used_q),
+                values_of(self.used_k),
+                self.causal,
+                self.mask,
+                self.scale,
+                self.policy,
+                self.deterministic,
+                self.sm_margin,
+                self.words,
+                self.panels,
+                self.features,
+            )
+        kinds = (type(self.causal), type(self.scale), type(self.deterministic), type(self.sm_margin), type(self.panels))
+        return plain, kinds, wants_determinism(self.deterministic)
+
+
+class CuSeqlens(NamedTuple):
+    """cu_seqlens as the operators take them. `cu_seqlens_k` is None if keys are packed as queries are."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Problem:
@@ -249,7 +269,7 @@ def _side(given: object) -> object:
 
 def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
     """The packed sequences as documents, or no documents. This reads the values of cu_seqlens and seqused."""
-    (q_name, k_name, *_), cu_q, cu_k = asked.words, asked.cu_q, asked.cu_k
+    q_name, k_name, cu_q, cu_k = asked.words.cu_q, asked.words.cu_k, asked.cu_q, asked.cu_k
     if cu_q is None:
         return FULL
     first = _checked(q_name, cu_q, q.shape[-3])
@@ -261,7 +281,7 @@ def documents_of(asked: Arguments, q: Tensor, k: Tensor) -> Mask:
         second = _checked(k_name, cu_k, k.shape[-3])
     if len(second) != len(first):
         raise ValueError(f"{k_name} must name as many sequences as {q_name}, {len(first) - 1}; got {len(second) - 1}")
-    unused_q, unused_k = _unused(USED_NAMES[0], asked.used_q, first), _unused(USED_NAMES[1], asked.used_k, second)
+    unused_q, unused_k = _unused(USED_Q, asked.used_q, first), _unused(USED_K, asked.used_k, second)
     if len(first) == 1:
         return Mask(documents=Documents((0, 0), (0, 0)))  # no sequences: one without tokens
     parts = Documents(first, second)
@@ -287,22 +307,22 @@ def _unused(name: str, given: Boundaries | None, cu: tuple[int, ...]) -> list[in
     return [length - count for count, length in zip(used, lengths, strict=True)]
 
 
-def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def traced_boundaries(asked: Arguments, device: torch.device) -> CuSeqlens:
     """cu_seqlens as tensors, with unused rows in documents of their own, as `documents_of` makes them.
 
     torch.compile traces this function. The operators check the values: with a number of used rows that is out of range,
     the boundaries decrease somewhere.
     """
-    (q_name, k_name, *_), (used_q_name, used_k_name) = asked.words, USED_NAMES
-    cu_q, cu_k = _row(q_name, asked.cu_q), None if asked.cu_k is asked.cu_q else _row(k_name, asked.cu_k)
-    used_q, used_k = _row(used_q_name, asked.used_q), _row(used_k_name, asked.used_k)
+    words = asked.words
+    cu_q, cu_k = _row(words.cu_q, asked.cu_q), None if asked.cu_k is asked.cu_q else _row(words.cu_k, asked.cu_k)
+    used_q, used_k = _row(USED_Q, asked.used_q), _row(USED_K, asked.used_k)
     if cu_q is None or (used_q is None and used_k is None):
-        return cu_q, cu_k
+        return CuSeqlens(cu_q, cu_k)
     cu_k = cu_q if cu_k is None else cu_k
     given = [x for x in (cu_q, cu_k, used_q, used_k) if x is not None]
     at = device if any(x.device == device for x in given) else given[0].device
     cu_q, cu_k = cu_q.to(at), cu_k.to(at)
-    for name, used, cu in ((USED_NAMES[0], used_q, cu_q), (USED_NAMES[1], used_k, cu_k)):
+    for name, used, cu in ((USED_Q, used_q, cu_q), (USED_K, used_k, cu_k)):
         if used is not None and used.shape[0] != cu.shape[0] - 1:
             raise ValueError(
                 f"{name} must have one number for each of the {cu.shape[0] - 1} sequences; got {used.shape[0]}"
@@ -310,7 +330,7 @@ def traced_boundaries(asked: Arguments, device: torch.device) -> tuple[Tensor | 
     end_q = cu_q[1:] if used_q is None else cu_q[:-1] + used_q.to(at)
     end_k = cu_k[1:] if used_k is None else cu_k[:-1] + used_k.to(at)
     parts_q, parts_k = (end_q, cu_q[1:], cu_q[1:]), (end_k, end_k, cu_k[1:])
-    return (
+    return CuSeqlens(
         torch.cat([cu_q[:1], torch.stack(parts_q, 1).flatten()]),
         torch.cat([cu_k[:1], torch.stack(parts_k, 1).flatten()]),
     )
@@ -340,7 +360,7 @@ def _check_scale(name: str, scale: Any) -> None:
 
 
 def _check_packing(asked: Arguments, q: Tensor) -> None:
-    (q_name, k_name, *_), cu_q, cu_k = asked.words, asked.cu_q, asked.cu_k
+    q_name, k_name, cu_q, cu_k = asked.words.cu_q, asked.words.cu_k, asked.cu_q, asked.cu_k
     if cu_q is None and q.ndim == 3:
         raise ValueError(
             f"q of three dimensions, {tuple(q.shape)}, needs {q_name}: give it, or call unsqueeze(0) on the tensors of "
@@ -353,7 +373,7 @@ def _check_packing(asked: Arguments, q: Tensor) -> None:
         )
     if cu_q is None and cu_k is not None:
         raise ValueError(f"{k_name} was given without {q_name}")
-    used = tuple(zip(USED_NAMES, (asked.used_q, asked.used_k), strict=True))
+    used = (USED_Q, asked.used_q), (USED_K, asked.used_k)
     for name, given in used:
         if cu_q is None and given is not None:
             raise ValueError(f"{name} was given without {q_name}")

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window
-from dash_attn.api.attention import autocast, prepared_for
+from dash_attn.api.autograd import autocast, prepared_for
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.extras import Given, Seed, is_plain
+from dash_attn.api.extras import Given, Seed
 from dash_attn.kept import grown
 from dash_attn.order import POLICIES, parse
 from dash_attn.pack import Pack
@@ -93,7 +93,7 @@ def explain(
 
 def _explained(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given) -> Explanation:
     q, k, v = autocast(q, k, v)
-    if not is_plain(*given[:3]):
+    if not given.is_plain:
         given.extras(q)  # checks the sinks
         asked = asked._replace(features=given.features())
     return explanation(prepared_for(q, k, v, asked))

@@ -27,6 +27,10 @@ class Given(NamedTuple):
     seed: Seed | None
     name: str = "sinks"
 
+    @property
+    def is_plain(self) -> bool:
+        return is_plain(self.softcap, self.dropout, self.sinks)
+
     def features(self) -> Features:
         """The features of the problem, apart from the head dim of v."""
         numbers: dict[str, object] = {"softcap": self.softcap, "dropout": self.dropout}

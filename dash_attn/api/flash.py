@@ -18,9 +18,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from dash_attn.api.arguments import FLASH, Arguments, Window
-from dash_attn.api.attention import attend
+from dash_attn.api.autograd import attend
 from dash_attn.api.calls import Boundaries
-from dash_attn.api.extras import Given, is_plain
+from dash_attn.api.extras import Given
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 
@@ -167,7 +167,7 @@ def flash_attn_varlen_func(
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, with_lse: bool) -> Result:
     extras = None
-    if not is_plain(*given[:3]):
+    if not given.is_plain:
         asked, extras = asked._replace(features=given.features()), given.extras(q)
     out, lse = attend(q, k, v, asked, extras, with_lse)
     return (out, lse, None) if with_lse else out

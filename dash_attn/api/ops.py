@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.api.arguments import BOTH_CU, Arguments, documents_of, pose, wants_determinism, with_dim_of
+from dash_attn.api.arguments import (
+    BOTH_CU,
+    Arguments,
+    CuSeqlens,
+    documents_of,
+    pose,
+    wants_determinism,
+    with_dim_of,
+)
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import recall, traits, values_of
 from dash_attn.backends import Extras, Operands, Options
@@ -93,7 +101,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     posed = Posed(left, right, list(documents), tiles, scale, rows)
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, OrderArguments(panels=panels), features)
+    cu = CuSeqlens(cu_seqlens_q, cu_seqlens_k)
+    prepared = _prepared(q, k, cu, posed, OrderArguments(panels=panels), features)
     return prepared.forward(q, k, v, _extras(sinks, seed, None))
 
 
@@ -124,12 +133,10 @@ def backward(
     dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sinks. Without sinks the last one is empty."""
-    posed, order_arguments = (
-        Posed(left, right, list(documents), tiles, scale, rows),
-        OrderArguments(policy, deterministic, sm_margin, panels),
-    )
+    posed = Posed(left, right, list(documents), tiles, scale, rows)
+    order_arguments = OrderArguments(policy, deterministic, sm_margin, panels)
     features = with_dim_of(v, q, Features(softcap, sinks is not None, dropout))
-    prepared = _prepared(q, k, (cu_seqlens_q, cu_seqlens_k), posed, order_arguments, features)
+    prepared = _prepared(q, k, CuSeqlens(cu_seqlens_q, cu_seqlens_k), posed, order_arguments, features)
     extras, dsinks = _extras(sinks, seed, dlse), _sink_room(q, sinks)
     if sinks is not None and extras is not None:
         extras = extras._replace(dsinks=dsinks)
@@ -175,7 +182,7 @@ def _extras(sinks: Tensor | None, seed: Tensor | None, dlse: Tensor | None) -> E
 def _prepared(
     q: Tensor,
     k: Tensor,
-    boundaries: tuple[Tensor | None, Tensor | None],
+    cu: CuSeqlens,
     posed: Posed,
     order_arguments: OrderArguments,
     features: Features,
@@ -184,11 +191,10 @@ def _prepared(
     options = Options(wants_determinism(order_arguments.deterministic), order_arguments.sm_margin)
     plain = (posed.left, posed.right, tuple(posed.documents), posed.tiles, posed.scale, posed.rows)
     ordered = (order_arguments.policy, order_arguments.panels, options)
-    key = ("operator", traits(q), traits(k), *map(values_of, boundaries), plain, ordered, features)
+    key = ("operator", traits(q), traits(k), *map(values_of, cu), plain, ordered, features)
 
     def checked() -> Prepared:
-        cu_q, cu_k = boundaries
-        packing = documents_of(Arguments(cu_q=cu_q, cu_k=cu_k, words=BOTH_CU), q, k)
+        packing = documents_of(Arguments(cu_q=cu.cu_seqlens_q, cu_k=cu.cu_seqlens_k, words=BOTH_CU), q, k)
         problem = pose(q, k, posed.mask() & packing, posed.scale, order_arguments.panels, features)
         return prepare(problem, order_arguments.policy, options, q.device)
 

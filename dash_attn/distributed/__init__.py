@@ -8,11 +8,12 @@ heads             the exchange of tokens for heads
 tokens            the panels of a rank
 stages, gather    which keys travel together, and which panels can start then
 routes            where dK and dV of a panel are added
-explain, scale    bytes and times of a call
+explanation       explain: what a call would send and hold
+scale             bytes and times of a call
 """
 
 from dash_attn.distributed.attention import context_parallel_attention
-from dash_attn.distributed.explain import explain
+from dash_attn.distributed.explanation import explain
 from dash_attn.distributed.sharding import shard, unshard
 
 __all__ = ["context_parallel_attention", "explain", "shard", "unshard"]

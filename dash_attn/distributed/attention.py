@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.api.arguments import Arguments, Window, check_arguments, mask_of, traced_boundaries
-from dash_attn.api.attention import autocast, order_arguments_of
+from dash_attn.api.autograd import autocast, order_arguments_of
 from dash_attn.api.calls import Boundaries
 from dash_attn.api.extras import Given, Seed
 from dash_attn.api.ops import Posed, sink_gradient

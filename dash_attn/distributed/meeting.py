@@ -97,6 +97,11 @@ _turns: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, ...]]] = WeakKey
 
 def _exchange(ranks: Ranks, said: Said, digests: list[int], device: torch.device) -> tuple[list[Said], list[list[int]]]:
     """What every rank says."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "context parallel cannot be captured in a CUDA graph, because its ranks compare their calls first and the "
+            "host waits for the answer: call it outside of the capture"
+        )
     numbers = [*said, *digests]
     assert len(numbers) <= WIDTH
     mine = torch.tensor([*numbers, *[0] * (WIDTH - len(numbers))], dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ from torch.library import Library
 
 from dash_attn.api import backward
 from dash_attn.api.arguments import Arguments, Words
-from dash_attn.api.attention import prepared_for
+from dash_attn.api.autograd import prepared_for
 
 NAME = "dash"
 

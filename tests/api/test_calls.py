@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn.api import calls
+from dash_attn.api import calls, gradients
 from dash_attn.api.explain import explanation
 from dash_attn.backends import Operands, Options
 from dash_attn.kept import ENTRY_BYTES, Kept, bytes_of
+from dash_attn.pack import Pack
 from dash_attn.plan import Plan, placement, plan
 from dash_attn.prepare import prepare
 from dash_attn.problem import Problem
@@ -32,9 +33,8 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 def test_a_second_call_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     first = dash_attn.backward(**arguments())
-    module = importlib.import_module("dash_attn.api.backward")
     for name in ("problem_of", "check_like", "check_lse", "prepare"):
-        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("checked again"))
+        monkeypatch.setattr(gradients, name, lambda *_, **__: pytest.fail("checked again"))
     second = dash_attn.backward(**arguments())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -71,6 +71,21 @@ def test_what_is_refused_stays_refused(changes: dict[str, Any]) -> None:
     for _ in range(2):
         with pytest.raises(ValueError):
             dash_attn.backward(**arguments(**changes))
+
+
+def test_a_pack_is_asked_for_its_order_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pack that cannot be ordered is asked again, and refused again."""
+    asked, original = list[Pack](), Pack.require_order
+    monkeypatch.setattr(Pack, "require_order", lambda pack: (asked.append(pack), original(pack))[1])
+    q, k, v = (torch.randn(LENGTH, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    how = {"cu_seqlens": [0, 9, LENGTH], "causal": True, "policy": "symmetric_shift:3"}
+    for _ in range(3):
+        dash_attn.attention(q, k, v, **how)
+    assert len(asked) == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'spt' cannot take width 3"):
+            dash_attn.attention(q, k, v, **how | {"policy": "spt:3"})
+    assert len(asked) == 3
 
 
 def test_values_of_boundaries_count() -> None:

@@ -18,12 +18,12 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.api import calls
-from dash_attn.api.attention import Attention, FeaturedAttention
+from dash_attn.api.autograd import Attention, FeaturedAttention
 from dash_attn.api.overlap import refuse_overlap
 from dash_attn.backends import Backward, Forward, Operands, Options
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.pack import Planned
-from dash_attn.prepare import Prepared, prepare, prepare_panels
+from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import Problem
 
 # ---- deterministic=False under torch.use_deterministic_algorithms -------------------------------------------
@@ -275,16 +275,3 @@ def test_what_a_graph_uses_is_kept(captures: bool, gpus: Gpus, monkeypatch: pyte
     del prepared
     gc.collect()
     assert (kept() is not None) is captures
-
-
-@pytest.mark.parametrize("captures", [False, True])
-def test_panels_that_a_graph_uses_are_kept(captures: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As context parallel runs them."""
-    problem, captured = Problem(1, 4, 2, 40, 40, 8, "float32", panels=2), set[object]()
-    monkeypatch.setattr("dash_attn.prepare._captured", captured)
-    monkeypatch.setattr("dash_attn.prepare.backend_for", lambda device: CpuBackend())
-    gpus.captures = captures
-    ready = [
-        prepare_panels(problem, (panel,), "auto", Options(), torch.device("cuda", 0)) for panel in problem.panel_list
-    ]
-    assert captured == (set(ready) if captures else set())

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dash_attn.api import attention, backward, flash_attn_varlen_func, ops
 from dash_attn.api.arguments import Arguments
-from dash_attn.api.attention import prepared_for
+from dash_attn.api.autograd import prepared_for
 from dash_attn.api.explain import explain
 from dash_attn.api.extras import drawn_seed
 from dash_attn.api.ops import OrderArguments, Posed

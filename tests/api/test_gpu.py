@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dash_attn
 from dash_attn.api import calls
 from dash_attn.api.arguments import Arguments
-from dash_attn.api.attention import prepared_for
+from dash_attn.api.autograd import prepared_for
 from dash_attn.backends.sm90.tables import _copying
 from dash_attn.kept import bytes_of
 from dash_attn.plan import Plan

@@ -16,7 +16,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.api import calls
 from dash_attn.api.arguments import Arguments
-from dash_attn.api.attention import prepared_for
+from dash_attn.api.autograd import prepared_for
 from dash_attn.backends import Gradients
 from dash_attn.backends.sm90.packed import PackedBackward
 from dash_attn.backends.sm90.tables import _copying

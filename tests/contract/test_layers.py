@@ -65,8 +65,8 @@ MAX_PARAMETERS = 6
 # Functions with more parameters, by file: their signatures are given by others.
 MIRRORS: dict[str, frozenset[str]] = {
     # keywords of torch and FlashAttention
-    "dash_attn/api/attention.py": frozenset({"attention", "forward"}),
-    "dash_attn/api/backward.py": frozenset({"backward"}),
+    "dash_attn/api/autograd.py": frozenset({"attention", "forward"}),
+    "dash_attn/api/gradients.py": frozenset({"backward"}),
     "dash_attn/api/explain.py": frozenset({"explain"}),
     "dash_attn/api/flash.py": frozenset({"flash_attn_func", "flash_attn_varlen_func"}),
     # an operator of torch takes plain values one by one
@@ -74,7 +74,7 @@ MIRRORS: dict[str, frozenset[str]] = {
     "dash_attn/distributed/ops.py": frozenset({"backward", "forward"}),
     # the keywords of attention, and where the ranks are
     "dash_attn/distributed/attention.py": frozenset({"context_parallel_attention", "forward"}),
-    "dash_attn/distributed/explain.py": frozenset({"explain"}),
+    "dash_attn/distributed/explanation.py": frozenset({"explain"}),
     # what torch, Transformers and Megatron call
     "dash_attn/integrations/megatron.py": frozenset({"__init__", "forward"}),
     "dash_attn/integrations/torch_sdpa.py": frozenset(
@@ -365,6 +365,27 @@ def test_modules_say_what_they_hold() -> None:
         if FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
     ]
     assert not errors, f"named after nothing in particular: {errors}"
+
+
+def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
+    """`import a.b` would give the module or the function, by what was imported first."""
+    errors = [
+        f"{shown(path)} has {name}, and a module of this name stands beside it"
+        for path in package_files()
+        if path.name == "__init__.py"
+        for name in names_in(ast.parse(path.read_text(encoding="utf-8")))
+        if (path.parent / f"{name}.py").is_file() or (path.parent / name / "__init__.py").is_file()
+    ]
+    assert not errors, "\n".join(errors)
+
+
+def names_in(module: ast.Module) -> Iterator[str]:
+    """The functions and classes of a module, and what it imports."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
 
 
 # ---- the checker itself ------------------------------------------------------------------------------------

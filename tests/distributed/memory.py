@@ -23,7 +23,7 @@ from dash_attn.backends import Operands
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.distributed import context_parallel_attention, explain, ops, shard, tokens
 from dash_attn.distributed.attention import Sharing, terms_of
-from dash_attn.distributed.explain import RankExplanation
+from dash_attn.distributed.explanation import RankExplanation
 from dash_attn.distributed.ops import Around, Asks, Shape, agreed
 from dash_attn.distributed.ranks import ranks_of
 from dash_attn.distributed.tokens import Tokens

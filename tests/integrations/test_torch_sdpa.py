@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from dash_attn.api import attention
+from dash_attn.api import attention, gradients
 from dash_attn.integrations import torch_sdpa
 from dash_attn.kept import Kept
 
@@ -218,10 +217,9 @@ def test_what_there_is_no_kernel_for_is_refused() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_determinism_is_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    module = import_module("dash_attn.api.backward")
-    real = module.Options
+    real = gradients.Options
     monkeypatch.setattr("dash_attn.api.calls._seen", Kept())
-    monkeypatch.setattr(module, "Options", lambda *how: asked.append(how[0]) or real(*how))
+    monkeypatch.setattr(gradients, "Options", lambda *how: asked.append(how[0]) or real(*how))
     for value in ("1", "0"):
         monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", value)
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in qkv()]

@@ -331,7 +331,7 @@ def test_values_are_read_once_in_a_forward_pass(monkeypatch: pytest.MonkeyPatch)
     mask[0, :6] = 0
     for arguments in ({}, {"attention_mask": mask}, {"position_ids": CUT}, {"position_ids": CUT, "use_cache": False}):
         reads.clear()
-        packing_module.recent.answers = ()  # the same values of a test before this one need no reading
+        packing_module.packs.answers = ()  # the same values of a test before this one need no reading
         model(input_ids=tokens(), **arguments)
         assert len(reads) == 1, arguments
 
@@ -348,13 +348,13 @@ def test_given_ends_are_read_once_in_a_forward_pass(
         given = {"input_ids": tokens(1), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **beside}
         build("Llama", num_hidden_layers=layers)(**given, use_cache=False)
 
+    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
     run(1)  # prepares the problem
     reads: list[str] = []
     for name in ("tolist", "__bool__"):
         original = getattr(Tensor, name)
         counted = lambda *a, name=name, original=original: (reads.append(name), original(*a))[1]  # noqa: E731
         monkeypatch.setattr(Tensor, name, counted)
-    monkeypatch.setattr(calls, "is_remembered", lambda x: True)  # as on a GPU
     run(1)
     one = reads.copy()
     reads.clear()
@@ -411,20 +411,33 @@ def test_the_documents_of_a_row_do_not_depend_on_other_rows() -> None:
     torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-4)
 
 
-def test_another_thread_may_read_meanwhile() -> None:
+def test_another_thread_may_read_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison with a kept answer stands in for the other thread: it reads another mask."""
-    recent, cpu = packing_module.Recent(), torch.device("cpu")
+    monkeypatch.setattr(packing_module, "packs", packing_module.Recent())
+    packed_of, cpu = packing_module.packed_of, torch.device("cpu")
     masks = [(torch.arange(8) < n)[None] for n in range(1, 5)]
     call = packing_module.CallShape(1, 8, 8, by_position=True, windowed=False)
 
     class Meanwhile(packing_module.CallShape):
         def __eq__(self, other: object) -> bool:
-            recent.packed(masks.pop(), None, call, cpu)
+            packed_of(masks.pop(), None, call, cpu)
             return False
 
-    recent.packed(masks.pop(), None, call, cpu)
-    packed = recent.packed(masks.pop(), None, Meanwhile(1, 8, 8, by_position=True, windowed=False), cpu)
+    packed_of(masks.pop(), None, call, cpu)
+    packed = packed_of(masks.pop(), None, Meanwhile(1, 8, 8, by_position=True, windowed=False), cpu)
     assert packed is not None and packed.cu_q == [0, 3]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_padding_is_kept_where_reading_means_waiting(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "paddings", packing_module.Recent())
+    monkeypatch.setattr(calls, "is_remembered", lambda x: on_gpu)
+    number, reads, original = torch.tensor([[1, 1, 0]]), list[Tensor](), Tensor.all
+    monkeypatch.setattr(Tensor, "all", lambda x: (reads.append(x), original(x))[1])
+    assert [packing_module.has_padding(number) for _ in range(3)] == [True] * 3
+    assert len(reads) == (1 if on_gpu else 3) and len(packing_module.paddings.answers) == on_gpu
+    number[0, 2] = 1
+    assert not packing_module.has_padding(number)
 
 
 def test_positions_are_no_documents_where_all_see_all() -> None:

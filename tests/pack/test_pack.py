@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_attn.api.attention import attention
+from dash_attn.api.autograd import attention
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import Pack

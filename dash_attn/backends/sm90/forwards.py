@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -188,9 +187,9 @@ PROVIDERS: tuple[Provider, ...] = (FlashAttention4(), CuDnn(), TorchFlash(), Fle
 CHECKED = ("fa4", "flex")
 
 
-def choose(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> Provider:
+def choose(problem: Problem) -> Provider:
     """The provider of a problem, or an error that says for each provider why not."""
-    return considered(problem, providers)[0]
+    return considered(problem)[0]
 
 
 def described(problem: Problem) -> str:
@@ -199,16 +198,16 @@ def described(problem: Problem) -> str:
     return f"{provider.label()} (not {'; '.join(reasons)})" if reasons else provider.label()
 
 
-def considered(problem: Problem, providers: Sequence[Provider] = PROVIDERS) -> tuple[Provider, list[str]]:
+def considered(problem: Problem) -> tuple[Provider, list[str]]:
     """The provider of a problem, and why not each provider before it; or an error if there is none."""
     if problem.softmax_scale <= 0:  # the libraries take the largest score before they scale it
         raise NotImplementedError(f"scale must be above 0 for a forward on GPUs, got {problem.scale}: {OWN_FORWARD}")
     asked = named_provider()
-    keys = [provider.key for provider in providers]
+    keys = [provider.key for provider in PROVIDERS]
     if asked and asked not in keys:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(keys)}, or not set; got {asked!r}")
     reasons: list[str] = []
-    for provider in providers:
+    for provider in PROVIDERS:
         if asked and provider.key != asked:
             continue
         reason = provider.missing() or provider.refuses(problem)

@@ -12,7 +12,7 @@ from dash_attn.api.arguments import DTYPES
 from dash_attn.api.extras import drawn_seed
 from dash_attn.backends.dropout import STEP
 from dash_attn.integrations.transformers.masks import ModelMask
-from dash_attn.integrations.transformers.packing import CallShape, Packed, pack, padding, recent, take
+from dash_attn.integrations.transformers.packing import CallShape, Packed, has_padding, pack, packed_of, take
 
 # Arguments of single models that change the result.
 UNSUPPORTED = {
@@ -228,7 +228,7 @@ def _dropout_field(module: nn.Module, dropout: float) -> str:
 def _packed(mask: ModelMask, call: CallShape, device: torch.device, kwargs: dict[str, Any]) -> Packed | None:
     number = mask.number
     if kwargs.get("cu_seq_lens_q") is not None:
-        if number is not None and not torch.compiler.is_compiling() and padding.is_in(number):
+        if number is not None and not torch.compiler.is_compiling() and has_padding(number):
             raise ValueError("attention_mask has padding and cu_seq_lens_q was given: leave one out")
         return Packed.given(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     # Only where a query looks back do positions that start again mean another document.
@@ -241,4 +241,4 @@ def _packed(mask: ModelMask, call: CallShape, device: torch.device, kwargs: dict
     if torch.compiler.is_compiling():
         sizes = [call.batch, call.len_q, call.len_k]
         return Packed(*pack(number, positions, sizes, call.by_position, call.windowed))
-    return recent.packed(number, positions, call, device)
+    return packed_of(number, positions, call, device)

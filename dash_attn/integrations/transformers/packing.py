@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,49 +62,34 @@ def take(x: Tensor, index: Tensor | None) -> Tensor:
     return flat if index is None else flat.index_select(0, index)
 
 
-class Answer(NamedTuple):
-    asked: tuple[CallShape, torch.device]
-    same_number: Callable[[Tensor | None], bool]
-    same_positions: Callable[[Tensor | None], bool]
-    packed: Packed | None
+Value = TypeVar("Value")
+LAST = 8  # answers that are kept
 
 
-class Recent:
+@dataclass(frozen=True)
+class Answer(Generic[Value]):
+    asked: object
+    same: tuple[Callable[[Tensor | None], bool], ...]
+    value: Value
+
+
+class Recent(Generic[Value]):
     """The last few answers, by the tensors that they were read from.
 
     All layers of a model get the same tensors. To read one from a GPU is to wait for the GPU.
     """
 
-    def __init__(self, size: int = 8) -> None:
-        self.size = size
-        self.answers: tuple[Answer, ...] = ()  # replaced and never changed, because other threads may be reading
+    def __init__(self) -> None:
+        self.answers: tuple[Answer[Value], ...] = ()  # replaced and never changed: other threads may be reading
 
-    def packed(
-        self, number: Tensor | None, positions: Tensor | None, call: CallShape, device: torch.device
-    ) -> Packed | None:
+    def of(self, read: Callable[[], Value], tensors: tuple[Tensor | None, ...], asked: object = None) -> Value:
+        """What `read` gives for these tensors, and for everything else that it looks at: `asked`."""
         for kept in self.answers:
-            if kept.asked == (call, device) and kept.same_number(number) and kept.same_positions(positions):
-                return kept.packed
-        packed = read(number, positions, call, device)
-        answer = Answer((call, device), same_as(number), same_as(positions), packed)
-        self.answers = (answer, *self.answers[: self.size - 1])
-        return packed
-
-
-class Padding:
-    """Whether masks have padding. The answers for the last few are kept, because all layers ask."""
-
-    def __init__(self, size: int = 8) -> None:
-        self.size = size
-        self.answers: tuple[tuple[Callable[[Tensor | None], bool], bool], ...] = ()  # replaced, as those of Recent
-
-    def is_in(self, number: Tensor) -> bool:
-        for is_same, answer in self.answers:
-            if is_same(number):
-                return answer
-        answer = not bool(number.all())
-        self.answers = ((same_as(number), answer), *self.answers[: self.size - 1])
-        return answer
+            if kept.asked == asked and all(same(x) for same, x in zip(kept.same, tensors, strict=True)):
+                return kept.value
+        value = read()
+        self.answers = (Answer(asked, tuple(map(same_as, tensors)), value), *self.answers[: LAST - 1])
+        return value
 
 
 def same_as(x: Tensor | None) -> Callable[[Tensor | None], bool]:
@@ -124,8 +109,20 @@ def same_as(x: Tensor | None) -> Callable[[Tensor | None], bool]:
     return lambda y: y is not None and y is reference() and y._version == version
 
 
-recent = Recent()
-padding = Padding()
+packs: Recent[Packed | None] = Recent()
+paddings: Recent[bool] = Recent()
+
+
+def packed_of(number: Tensor | None, positions: Tensor | None, call: CallShape, device: torch.device) -> Packed | None:
+    """What `read` gives, read once for all layers."""
+    return packs.of(lambda: read(number, positions, call, device), (number, positions), (call, device))
+
+
+def has_padding(number: Tensor) -> bool:
+    """Whether a number is 0. On a CPU to look takes less time than to compare with earlier tensors."""
+    if not calls.is_remembered(number):
+        return not bool(number.all())
+    return paddings.of(lambda: not bool(number.all()), (number,))
 
 
 def read(number: Tensor | None, positions: Tensor | None, call: CallShape, device: torch.device) -> Packed | None:
@@ -212,7 +209,7 @@ def pack(
     batch, len_q, len_k = sizes
     given = next(x for x in (number, positions) if x is not None)
     call = CallShape(batch, len_q, len_k, by_position, windowed)
-    packed = recent.packed(number, positions, call, given.device)
+    packed = packed_of(number, positions, call, given.device)
     if packed is None:
         cu_q, cu_k = ([i * length for i in range(batch + 1)] for length in (len_q, len_k))
         packed = Packed(None, None, cu_q, cu_k)

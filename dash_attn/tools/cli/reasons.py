@@ -30,10 +30,9 @@ class Finding:
     advice: str = ""
 
 
-def reasons(environment: Environment | None = None) -> list[Finding]:
+def reasons() -> list[Finding]:
     """Every reason that applies to this machine."""
-    env = os.environ if environment is None else environment
-    return [reason(env) for reason in REASONS]
+    return [reason(os.environ) for reason in REASONS]
 
 
 def order(env: Environment) -> Finding:

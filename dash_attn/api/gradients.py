@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from dash_attn.api.arguments import (
     traced_boundaries,
     wants_determinism,
 )
-from dash_attn.api.attention import is_watched, plain_of, refuse_tangents
+from dash_attn.api.autograd import is_watched, plain_of, refuse_tangents
 from dash_attn.api.border import prepare
 from dash_attn.api.calls import Boundaries, recall, traits
 from dash_attn.api.extras import Given, Seed, is_plain
@@ -33,6 +33,15 @@ from dash_attn.problem import Mask
 if TYPE_CHECKING:
     from dash_attn.prepare import Prepared
     from dash_attn.program import Program
+
+
+class Rooms(NamedTuple):
+    """The tensors that the caller gives for results."""
+
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dsinks: Tensor | None
 
 
 def backward(
@@ -93,9 +102,20 @@ def backward(
         check()
         return prepare(problem, policy, Options(wants_determinism(deterministic), sm_margin), q.device)
 
-    sides = (cu_seqlens_q, cu_seqlens_k)
-    plain = (causal, window, *sides, mask, scale, policy, deterministic, sm_margin, BOTH_CU)
-    asked, extras = Arguments(*plain, panels=panels), None
+    asked = Arguments(
+        causal,
+        window,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        mask,
+        scale,
+        policy,
+        deterministic,
+        sm_margin,
+        BOTH_CU,
+        panels=panels,
+    )
+    extras: Extras | None = None
     if not is_plain(softcap, dropout, sinks):
         features = Given(softcap, dropout, sinks, seed)
         asked = asked._replace(features=features.features())
@@ -109,15 +129,15 @@ def backward(
         if extras is None or extras.sinks is None:
             raise ValueError("dsinks was given without sinks: give the sinks of the forward")
         check_room("dsinks", dsinks, "sinks in float32", extras.sinks)
-    operands, given = Operands(dout, q, k, v, out, lse), (dq, dk, dv)
+    operands, rooms = Operands(dout, q, k, v, out, lse), Rooms(dq, dk, dv, dsinks)
     if torch.compiler.is_compiling() or is_watched(*operands):
         check_arguments(q, k, v, asked)
         check()
-        return _traced(operands, asked, extras or Extras(), (*given, dsinks))
+        return _traced(operands, asked, extras or Extras(), rooms)
     refuse_tangents(*operands)
     try:
-        rooms = tuple([None if x is None else (traits(x), x.stride()) for x in given])
-        key = ("backward", *map(traits, operands), rooms, asked.key())
+        layouts = tuple([None if x is None else (traits(x), x.stride()) for x in rooms])
+        key = ("backward", *map(traits, operands), layouts, asked.key())
     except (AttributeError, TypeError, RuntimeError):  # not a dense tensor, or not hashable: the checks say which
         prepared = checked()
     else:
@@ -125,12 +145,12 @@ def backward(
     if dq is dk is dv is dsinks is None:
         return prepared.backward(operands, None, extras)
     # Addresses are no part of the key, so every call with tensors for the results is checked.
-    named = zip((*Gradients._fields, "dsinks"), (*given, dsinks), strict=True)
+    outputs = rooms._asdict().items()
     inputs = [*operands._asdict().items(), ("sinks", sinks), ("dlse", dlse)]
     if dsinks is not None and extras is not None:
         extras = extras._replace(dsinks=torch.empty_like(dsinks, memory_format=torch.contiguous_format))
-    refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (named, inputs)))
-    models = zip(given, (q, k, v), strict=True)
+    refuse_overlap(*([(name, x) for name, x in some if x is not None] for some in (outputs, inputs)))
+    models = zip((dq, dk, dv), (q, k, v), strict=True)
     into = [torch.empty_like(x, memory_format=torch.contiguous_format) if room is None else room for room, x in models]
     with torch.no_grad():  # a tensor that needs a gradient takes results too
         grads = prepared.backward(operands, Gradients(*into), extras)
@@ -139,23 +159,37 @@ def backward(
     return grads
 
 
-def _traced(operands: Operands, asked: Arguments, extras: Extras, rooms: tuple[Tensor | None, ...]) -> Gradients:
+def _traced(operands: Operands, asked: Arguments, extras: Extras, rooms: Rooms) -> Gradients:
     """The same through the operator, for everything that looks at operators. Tensors may have no addresses there."""
     if any(a is b for a, b in combinations([x for x in rooms if x is not None], 2)):
         raise ValueError(
             "two of dq, dk, dv and dsinks are the same tensor: give each memory of its own, or leave it out"
         )
     packed, cu = operands.q.ndim == 3, traced_boundaries(asked, operands.q.device)
-    posed, order_arguments, softcap, dropout, _ = plain_of(mask_of(asked), asked, True)
+    plain = plain_of(mask_of(asked), asked, True)
     dlse = extras.dlse.unsqueeze(0) if packed and extras.dlse is not None else extras.dlse
-    around = (posed.rows, extras.sinks, extras.seed, softcap, dropout, dlse)
-    given = [x.unsqueeze(0) if packed else x for x in operands]
-    grads = list(ops.backward(*given, *cu, *posed[:-1], *order_arguments, *around))
+    operands = Operands(*[x.unsqueeze(0) for x in operands]) if packed else operands
+    dq, dk, dv, dsinks = ops.backward(
+        **operands._asdict(),
+        **cu._asdict(),
+        **plain.posed._asdict(),
+        **plain.order_arguments._asdict(),
+        sinks=extras.sinks,
+        seed=extras.seed,
+        softcap=plain.softcap,
+        dropout=plain.dropout,
+        dlse=dlse,
+    )
     if packed:
-        grads[:3] = [x.squeeze(0) for x in grads[:3]]
-    for i, room in enumerate(rooms):
-        if room is not None:
-            with torch.no_grad():
-                room.copy_(grads[i])
-            grads[i] = room
-    return Gradients(*grads[:3])
+        dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+    grads = Gradients(_placed(dq, rooms.dq), _placed(dk, rooms.dk), _placed(dv, rooms.dv))
+    _placed(dsinks, rooms.dsinks)
+    return grads
+
+
+def _placed(result: Tensor, room: Tensor | None) -> Tensor:
+    """The result, in the room for it if the caller gave one."""
+    if room is None:
+        return result
+    with torch.no_grad():
+        return room.copy_(result)

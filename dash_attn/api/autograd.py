@@ -13,6 +13,7 @@ from dash_attn.api import ops
 from dash_attn.api.arguments import (
     DTYPES,
     Arguments,
+    CuSeqlens,
     Window,
     check_arguments,
     mask_of,
@@ -139,9 +140,9 @@ class TracedAttention(torch.autograd.Function):
         seed: Tensor | None,
         plain: Plain,
     ) -> tuple[Tensor, Tensor]:
-        posed, order_arguments, softcap, dropout, _ = plain
-        features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout}
-        out, lse = ops.forward(q, k, v, cu_q, cu_k, **posed._asdict(), panels=order_arguments.panels, **features)
+        posed, panels = plain.posed._asdict(), plain.order_arguments.panels
+        features = {"sinks": sinks, "seed": seed, "softcap": plain.softcap, "dropout": plain.dropout}
+        out, lse = ops.forward(q, k, v, cu_q, cu_k, **posed, panels=panels, **features)
         ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k, sinks, seed)
         if not plain.with_lse:
             ctx.mark_non_differentiable(lse)
@@ -150,14 +151,14 @@ class TracedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        posed, order_arguments, softcap, dropout, with_lse = ctx.plain
+        plain: Plain = ctx.plain
         q, k, v, out, lse, cu_q, cu_k, sinks, seed = ctx.saved_tensors
-        given = dlse if with_lse else None
-        features = {"sinks": sinks, "seed": seed, "softcap": softcap, "dropout": dropout, "dlse": given}
+        given = dlse if plain.with_lse else None
+        features = {"sinks": sinks, "seed": seed, "softcap": plain.softcap, "dropout": plain.dropout, "dlse": given}
         needs = (*ctx.needs_input_grad[:3], sinks is not None and ctx.needs_input_grad[5])
         with torch.no_grad():
-            plain = {**posed._asdict(), **order_arguments._asdict()}
-            grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, **plain, **features)
+            ordered = {**plain.posed._asdict(), **plain.order_arguments._asdict()}
+            grads = ops.backward(dout, q, k, v, out, lse, cu_q, cu_k, **ordered, **features)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
             grads = _differentiable_once(grads, dout, q, k, v, sinks, given)
         dq, dk, dv = (grad if needed else None for grad, needed in zip(grads[:3], needs, strict=False))
@@ -315,7 +316,7 @@ def attend(
         # While torch.compile traces, tensors have no values. The operators read and check them at run time.
         check_arguments(q, k, v, asked)
         cu = traced_boundaries(asked, q.device)
-        return _traced((q, k, v), cu, traced_extras(extras, asked), plain_of(mask_of(asked), asked, with_lse))
+        return _traced(q, k, v, cu, traced_extras(extras, asked), plain_of(mask_of(asked), asked, with_lse))
     if callable(_tracer()):  # torch.compile has given up this call, and would trace the planner frame by frame
         return torch._dynamo.disable(attend)(q, k, v, asked, extras, with_lse)  # type: ignore[no-any-return,no-untyped-call]
     prepared = prepared_for(q, k, v, asked)
@@ -326,7 +327,7 @@ def attend(
     if needs_grad:
         prepared.require_order()  # a problem that cannot be ordered is an error here, not later in the backward
     if is_watched(q, k, v) or not (sinks is None or type(sinks) in PLAIN):
-        return _traced((q, k, v), (None, None), extras, plain_of(prepared.problem.mask, asked, with_lse))
+        return _traced(q, k, v, CuSeqlens(), extras, plain_of(prepared.problem.mask, asked, with_lse))
     if not needs_grad:
         refuse_tangents(q, k, v, sinks)
         return prepared.forward(q, k, v, extras)
@@ -383,13 +384,15 @@ def prepared_for(q: Tensor, k: Tensor, v: Tensor, asked: Arguments) -> Prepared:
 
 
 def _traced(
-    qkv: tuple[Tensor, Tensor, Tensor], cu: tuple[Tensor | None, Tensor | None], extras: Extras | None, plain: Plain
+    q: Tensor, k: Tensor, v: Tensor, cu: CuSeqlens, extras: Extras | None, plain: Plain
 ) -> tuple[Tensor, Tensor]:
-    packed = qkv[0].ndim == 3
+    packed = q.ndim == 3
     # torch.compile does not trace one tensor that is given twice. It does trace two views.
-    q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in qkv)
-    around = (None, None) if extras is None else extras[:2]
-    out, lse = TracedAttention.apply(q, k, v, *cu, *around, plain)  # type: ignore[no-untyped-call]
+    q, k, v = (x.unsqueeze(0) if packed else x.view_as(x) for x in (q, k, v))
+    sinks, seed = (None, None) if extras is None else (extras.sinks, extras.seed)
+    out, lse = TracedAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, cu.cu_seqlens_q, cu.cu_seqlens_k, sinks, seed, plain
+    )
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
