@@ -6,7 +6,6 @@ each comment ``<!-- table: NAME -->``.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dash_attn.tools.bench.headline import HEADER, headline
+from dash_attn.tools.bench.json_text import from_json
 from dash_attn.tools.bench.report import (
     BASELINE,
     Result,
@@ -45,7 +45,7 @@ def filled(text: str, results: Results) -> str:
 
 def read_results(folder: Path) -> dict[str, Result]:
     """The results of a folder, by suite."""
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    files = [from_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return {result["suite"]: result for result in files if "suite" in result}
 
 

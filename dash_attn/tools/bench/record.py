@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -16,6 +15,7 @@ import torch
 
 from dash_attn import __version__
 from dash_attn.problem import PLAIN, Problem
+from dash_attn.tools.bench.json_text import to_json
 from dash_attn.tools.bench.report import Result, ResultRow
 
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
@@ -84,7 +84,7 @@ def put(row: ResultRow, rows: list[ResultRow]) -> None:
 
 def write_json(value: Mapping[str, object], path: Path) -> None:
     """Replace the file in one step, so that a run that is cut off leaves a whole file."""
-    path, text = path.resolve(), json.dumps(value, indent=1) + "\n"
+    path, text = path.resolve(), to_json(value, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.is_file():  # a device or a pipe cannot be replaced
         path.write_text(text, encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from dash_attn.tools.bench.json_text import from_json, to_json
 
 Command = Callable[..., None]
 
@@ -92,7 +93,7 @@ def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
 
 def emit(value: Any) -> None:
     """Print a value for programs."""
-    typer.echo(json.dumps(value, allow_nan=False))
+    typer.echo(to_json(value))
 
 
 def wrote(paths: Sequence[Path | None]) -> None:
@@ -107,7 +108,7 @@ def earlier_value(path: Path | None, add: bool) -> dict[str, Any] | None:
     if not add or path is None or not path.is_file():
         return None
     with reading([path]):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(from_json(path.read_text(encoding="utf-8")))
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dash_attn.tools.bench.json_text import from_json
 from dash_attn.tools.viz.gantt_chart import save
 from dash_attn.tools.viz.plots import DARK, DRAWN, LIGHT, figure_of
 
@@ -61,7 +61,7 @@ def read(file: Path) -> Result:
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = from_json(file.read_text(encoding="utf-8"))
         suite, rows = ("audit", result["entries"]) if "entries" in result else (result["suite"], result["rows"])
         environment = dict(result["environment"])
     except (ValueError, KeyError, TypeError):

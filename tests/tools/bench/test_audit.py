@@ -30,6 +30,8 @@ from dash_attn.tools.bench.audit.watch import Hear, Heard, watched
 from dash_attn.tools.bench.record import write_json
 from dash_attn.tools.cli.audit import shown
 from dash_attn.tools.cli.main import main as dash_attn_command
+from dash_attn.tools.viz.evidence import evidence
+from dash_attn.tools.viz.results import read
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
 CPU = torch.device("cpu")
@@ -342,6 +344,21 @@ def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path
     assert report["complete"] and report["ok"]
     assert main([*common, "--target", f"{fakes}:differs"]) == 1
     assert "NOT all bits equal" in capsys.readouterr().out
+
+
+def test_a_nan_is_reported_and_can_be_read(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:
+    """JSON has no NaN: values that are not finite are strings, and what is read again has numbers."""
+    out = tmp_path / "report.json"
+    told = ["--cpu", "--step", str(step), "--stress", "plain", "--repeats", "3", "--target", f"{fakes}:nans"]
+    assert main([*told, "--json", "--out", str(out)]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report == json.loads(out.read_text(), parse_constant=pytest.fail)
+    (entry,) = report["entries"]
+    dq = entry["tensors"]["dq"]
+    assert (entry["status"], dq["values"][0], dq["largest"]) == ("DIFFERS", "nan", "inf")
+    assert read(out)["rows"][0]["tensors"]["dq"]["largest"] == torch.inf
+    assert main([*told, "--add", "--out", str(out)]) == 1 and "(nan for " in capsys.readouterr().out
+    assert evidence([out], tmp_path / "page.html").is_file()
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_found(in_process: None, fakes: str, step: Path, tmp_path, capsys) -> None:

@@ -28,6 +28,8 @@ from dash_attn.tools.bench.variants import Variant, reason
 from dash_attn.tools.cli.bench import EffortOptions, SuiteOptions, cases_of, settings_of
 from dash_attn.tools.cli.main import main as dash_attn_command
 from dash_attn.tools.cli.shapes import ShapeOptions
+from dash_attn.tools.viz.evidence import evidence
+from dash_attn.tools.viz.results import plot
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -282,6 +284,23 @@ def test_a_second_run_adds_to_the_file(tmp_path: Path, capsys) -> None:
     assert "holds suite grid, this run is suite price" in capsys.readouterr().err
     file.write_text(json.dumps({**both, "environment": {**both["environment"], "torch": "0.1"}}))
     assert main([*quick, "--add"]) == 2 and "torch was 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["grid", "deviation"])
+def test_a_nan_is_reported_and_can_be_read(suite: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    def broken(problem: Problem, sets):
+        return [lambda: tuple(torch.full_like(x, torch.nan) for x in sets[0][1:4])]
+
+    monkeypatch.setitem(PEERS, "broken", Variant("broken", False, broken))
+    quick = ["--cpu", "--quick", "--rounds", "1", "--budget-ms", "1", "--mask", "full", "--peers", "broken"]
+    file = tmp_path / "r.json"
+    assert main([*quick, "--suite", suite, "--json", "--out", str(file)]) == (suite == "grid")
+    (result,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result == json.loads(file.read_text(), parse_constant=pytest.fail)
+    (row,) = result["rows"]
+    assert (row["error"]["broken"] if suite == "grid" else row["deviation"]["broken"]["mean"]) == "nan"
+    assert main([*quick, "--suite", suite, "--add", "--out", str(file)]) == (suite == "grid")
+    assert plot([file], tmp_path) and evidence([file], tmp_path / "page.html").is_file()
 
 
 def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
