@@ -45,6 +45,12 @@ class SuiteOptions:
         bool | None, Option("--any/--no-any", help="run ours without an order too, as the control")
     ] = None
 
+    def given(self) -> list[str]:
+        """The options about variants that were given. Not every suite takes each of them."""
+        values = {"--peers": self.peers, "--policy": self.policy, "--any": self.unordered}
+        values["--deterministic"] = self.deterministic or None
+        return [name for name, value in values.items() if value is not None]
+
 
 @dataclass(frozen=True)
 class EffortOptions:
@@ -61,6 +67,10 @@ class EffortOptions:
     config: Annotated[
         list[str] | None, Option("--config", help="JSON of kernel config fields to change; repeat it for several")
     ] = None
+
+    def given(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def check(self) -> None:
         for name, given, least in (
@@ -108,11 +118,12 @@ def bench(
     cases. The exit status is 1 if gradients are wrong or a deterministic variant does not repeat.
     """
     from dash_attn.tools.bench import cases
-    from dash_attn.tools.bench.suites import SUITES, run_suite, shown
+    from dash_attn.tools.bench.suites import SUITES, require_taken, run_suite, shown
 
     effort.check()
     if suite.suite not in (*SUITES, "all"):
         raise ValueError(f"--suite {suite.suite!r}: choose from {', '.join(SUITES)}, all")
+    require_taken(suite.suite, [*suite.given(), *effort.given()])
     names = list(SUITES) if suite.suite == "all" else [suite.suite]
     device = device_of(suite)
     results = []
@@ -174,7 +185,7 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
     from dash_attn.tools.bench.suites import QUICK
     from dash_attn.tools.bench.timing import Timing
 
-    peers = usual.quick_peers if suite.quick else usual.peers
+    peers = tuple(name for name in usual.peers if not suite.quick or name in usual.quick_peers)
     if suite.peers is not None:
         words = parse_names("--peers", suite.peers)
         peers = tuple(PEERS) if words == ("all",) else tuple(peer(word).name for word in words if word != "none")

@@ -22,7 +22,7 @@ from dash_attn.tools.bench.measure import Settings, deviation, measure
 from dash_attn.tools.bench.operands import draw, draw_extras, draw_operands, error, exact, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours, Way
 from dash_attn.tools.bench.peers import PEERS, insist, peer
-from dash_attn.tools.bench.suites import SUITES
+from dash_attn.tools.bench.suites import OPTIONS, SUITES
 from dash_attn.tools.bench.timing import Timing
 from dash_attn.tools.bench.variants import Variant, reason
 from dash_attn.tools.cli.bench import EffortOptions, SuiteOptions, cases_of, settings_of
@@ -63,7 +63,8 @@ def test_models_have_their_real_dimensions() -> None:
 
 def test_every_suite_has_known_peers_and_a_smaller_quick_form() -> None:
     for suite in SUITES.values():
-        assert set(suite.peers) | set(suite.quick_peers) <= set(PEERS)
+        assert set(suite.peers) | set(suite.quick_peers) <= set(PEERS) and set(suite.takes) <= set(OPTIONS)
+        assert not suite.peers or "--peers" in suite.takes
         assert 0 < len(suite.quick()) < len(suite.cases())
 
 
@@ -246,15 +247,17 @@ def main(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("suite", ["price", "deviation", "block"])
 def test_a_run_on_the_cpu(suite: str, tmp_path: Path, capsys) -> None:
-    quick = ["--cpu", "--quick", "--rounds", "1", "--budget-ms", "1", "--mask", "causal", "--peers", "torch_math,fa4"]
-    assert main([*quick, "--suite", suite, "--out", str(tmp_path / "r.json")]) == 0
+    quick = ["--cpu", "--quick", "--suite", suite, "--mask", "causal", "--policy", "auto,descending"]
+    quick += [] if suite == "block" else ["--peers", "torch_math,fa4"]
+    quick += [] if suite == "deviation" else ["--rounds", "1"]
+    assert main([*quick, "--out", str(tmp_path / "r.json")]) == 0
     out, result = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert result["suite"] == suite and result["environment"]["torch"] == torch.__version__
     assert "missing: fa4 (everywhere): runs on GPUs only" in out
     (row,) = result["rows"]
     assert row["missing"]["fa4"] == "runs on GPUs only"
     ran = row["deviation" if suite == "deviation" else "us"]
-    assert ran and (suite == "block" or {"torch math"} < set(ran))
+    assert "descending" in ran and len(ran) > 1 and (suite == "block" or "torch math" in ran)
 
 
 def test_json_is_one_value(capsys) -> None:
@@ -292,14 +295,14 @@ def test_a_nan_is_reported_and_can_be_read(suite: str, tmp_path: Path, monkeypat
         return [lambda: tuple(torch.full_like(x, torch.nan) for x in sets[0][1:4])]
 
     monkeypatch.setitem(PEERS, "broken", Variant("broken", False, broken))
-    quick = ["--cpu", "--quick", "--rounds", "1", "--budget-ms", "1", "--mask", "full", "--peers", "broken"]
+    quick = ["--cpu", "--quick", "--suite", suite, "--mask", "full", "--peers", "broken"]
     file = tmp_path / "r.json"
-    assert main([*quick, "--suite", suite, "--json", "--out", str(file)]) == (suite == "grid")
+    assert main([*quick, "--json", "--out", str(file)]) == (suite == "grid")
     (result,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert result == json.loads(file.read_text(), parse_constant=pytest.fail)
     (row,) = result["rows"]
     assert (row["error"]["broken"] if suite == "grid" else row["deviation"]["broken"]["mean"]) == "nan"
-    assert main([*quick, "--suite", suite, "--add", "--out", str(file)]) == (suite == "grid")
+    assert main([*quick, "--add", "--out", str(file)]) == (suite == "grid")
     assert plot([file], tmp_path) and evidence([file], tmp_path / "page.html").is_file()
 
 
@@ -336,6 +339,15 @@ def test_without_a_gpu_the_way_out_is_named(capsys) -> None:
         (["--seqlen", "17", "--cpu"], "--seqlen"),
         (["--config", "{", "--cpu"], "JSON"),
         (["--suite", "all", "--cpu", "--out", "x.json"], "folder"),
+        (
+            ["--suite", "host", "--peers", "none", "--policy", "spt", "--config", "{}"],
+            "--peers, --policy, --config: suite",
+        ),
+        (["--suite", "host", "--rounds", "3"], "suite host takes none of these"),
+        (["--suite", "block", "--no-any", "--deterministic"], "--any, --deterministic: suite block takes --policy"),
+        (["--suite", "block", "--budget-ms", "3", "--lead-ms", "3"], "--budget-ms, --lead-ms: suite block"),
+        (["--suite", "step", "--policy", "spt", "--any"], "--policy, --any: suite step takes --peers"),
+        (["--suite", "deviation", "--rounds", "3"], "--rounds: suite deviation takes --peers"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys) -> None:
