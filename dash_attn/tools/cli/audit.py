@@ -39,7 +39,8 @@ class AuditOptions:
         Option("--step", help="a saved step: torch.save of a dict of dout, q, k, v, out, lse, kwargs"),
     ] = None
     pack: Annotated[
-        str | None, Option("--pack", help="lengths of packed sequences, in the place of --seqlen and --batch")
+        str | None,
+        Option("--pack", metavar="N,...", help="lengths of packed sequences, in the place of --seqlen and --batch"),
     ] = None
     stress: Annotated[
         str | None, Option("--stress", help="stressors, separated by commas [default: all of this device]")
@@ -56,6 +57,7 @@ class AuditOptions:
         str | None,
         Option(
             "--ranks",
+            metavar="N,...",
             help="with --invariance: numbers of processes, separated by commas, on which the tokens of a batch and of "
             "a pack lie, in every mode and layout; --stress chooses among these, as in 2-a2a-zigzag",
         ),

@@ -65,7 +65,8 @@ class EffortOptions:
         Option("--lead-ms", help="untimed calls before each sample, in milliseconds [default: the suite's]"),
     ] = None
     config: Annotated[
-        list[str] | None, Option("--config", help="JSON of kernel config fields to change; repeat it for several")
+        list[str] | None,
+        Option("--config", metavar="JSON", help="JSON of kernel config fields to change; repeat it for several"),
     ] = None
 
     def given(self) -> list[str]:
