@@ -19,6 +19,8 @@ from dash_attn.tools.bench.report import (
     Result,
     ResultRow,
     TableText,
+    dated,
+    days,
     default_of,
     geometric_mean,
     hosts,
@@ -57,6 +59,15 @@ def beside_fa4(results: Results) -> TableText:
 
 def _linked(suite: str) -> str:
     return f"[{suite}](../benchmarks/results/{suite}_h200.json)"
+
+
+def files(results: Results) -> TableText:
+    """Version and days of every file. A file of several days has several runs."""
+    lines = []
+    for suite, result in sorted(results.items()):
+        origin = result["environment"]
+        lines.append([_linked(suite), origin["dash_attn"], days(dated(result["rows"], origin))])
+    return ["file", "version", "measured"], lines
 
 
 def grid(results: Results) -> TableText:
@@ -181,6 +192,7 @@ def _twin(row: ResultRow) -> float | None:
 PANELS = SUITES["length"].panels
 TABLES: dict[str, Callable[[Results], TableText]] = {
     "headline": beside_fa4,
+    "files": files,
     "grid": grid,
     "orders": orders,
     "noise": noise,

@@ -16,7 +16,7 @@ import torch
 from dash_attn import __version__
 from dash_attn.problem import PLAIN, Problem
 from dash_attn.tools.bench.json_text import to_json
-from dash_attn.tools.bench.report import Result, ResultRow
+from dash_attn.tools.bench.report import Result, ResultRow, dated
 
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
 SAME = ("device", "dash_attn", "torch", "cuda", *PACKAGES)  # equal in all runs that share a file
@@ -26,7 +26,7 @@ def environment(device: torch.device) -> ResultRow:
     """The command, the date, the machine and the versions of everything that takes part."""
     facts: ResultRow = {
         "command": command(),
-        "date": time.strftime("%Y-%m-%d"),
+        "date": today(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
         "dash_attn": __version__,
         "python": platform.python_version(),
@@ -40,6 +40,10 @@ def environment(device: torch.device) -> ResultRow:
     else:
         facts["threads"] = torch.get_num_threads()
     return facts | {name: _version(name) for name in PACKAGES}
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d")
 
 
 def command() -> str:
@@ -64,11 +68,14 @@ def continued(earlier: Result, result: Result) -> ResultRow:
     """A result that begins with the rows of an earlier run of the same suite on the same machine and versions."""
     if earlier["suite"] != result["suite"]:
         raise ValueError(f"--add: the file holds suite {earlier['suite']}, this run is suite {result['suite']}")
-    return {**result, "environment": joined(earlier["environment"], result["environment"]), "rows": [*earlier["rows"]]}
+    environment = earlier["environment"]
+    joint = joined(environment, result["environment"])
+    return {**result, "environment": joint, "rows": dated(earlier["rows"], environment)}
 
 
 def joined(before: ResultRow, now: ResultRow) -> ResultRow:
-    """The environment of a file with an earlier run and this one. The machine and the versions must be the same."""
+    """The environment of a file with an earlier run and this one. The machine and the versions must be the same. The
+    date is that of the last run: rows have their own."""
     for name in SAME:
         if before.get(name) != now.get(name):
             raise ValueError(f"--add: {name} was {before.get(name)} in the file and is {now.get(name)} in this run")
@@ -77,9 +84,9 @@ def joined(before: ResultRow, now: ResultRow) -> ResultRow:
 
 
 def put(row: ResultRow, rows: list[ResultRow]) -> None:
-    """Add a row, in the place of the row of the same case if there is one."""
+    """Add a row of today, in the place of the row of the same case if there is one."""
     at = next((i for i, old in enumerate(rows) if old["cell"] == row["cell"]), len(rows))
-    rows[at : at + 1] = [row]
+    rows[at : at + 1] = [{**row, "date": today()}]
 
 
 def write_json(value: Mapping[str, object], path: Path) -> None:

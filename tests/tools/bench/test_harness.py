@@ -277,10 +277,14 @@ def test_a_second_run_adds_to_the_file(tmp_path: Path, capsys) -> None:
     assert main([*quick, "--mask", "causal"]) == 0 and main([*quick, "--mask", "full", "--add"]) == 0
     both = json.loads(file.read_text())
     assert [row["cell"] for row in both["rows"]] == ["d64 causal 256", "d64 full 256"]
+    assert {row["date"] for row in both["rows"]} == {both["environment"]["date"]}
     both["rows"][0]["default"] = "earlier"
+    both["environment"]["date"] = "2020-01-01"
+    del both["rows"][0]["date"], both["rows"][1]["date"]  # a file whose rows have the date of their file
     file.write_text(json.dumps(both))
     assert main([*quick, "--mask", "causal", "--add"]) == 0
     again = json.loads(file.read_text())["rows"]
+    assert again[0]["date"] > again[1]["date"] == "2020-01-01"
     assert [(row["cell"], row["default"]) for row in again] == [("d64 causal 256", "fa3"), ("d64 full 256", "fa3")]
     capsys.readouterr()
     assert main([*quick, "--suite", "price", "--add"]) == 2
