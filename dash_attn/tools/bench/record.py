@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +19,14 @@ from dash_attn.problem import PLAIN, Problem
 from dash_attn.tools.bench.json_text import to_json
 from dash_attn.tools.bench.report import Result, ResultRow, dated
 
+Environment = dict[str, Any]  # of a run: its command, date, machine and versions
 PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "numba", "numpy")
 SAME = ("device", "dash_attn", "torch", "cuda", *PACKAGES)  # equal in all runs that share a file
 
 
-def environment(device: torch.device) -> ResultRow:
+def environment(device: torch.device) -> Environment:
     """The command, the date, the machine and the versions of everything that takes part."""
-    facts: ResultRow = {
+    facts: Environment = {
         "command": command(),
         "date": today(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {platform.machine()}",
@@ -58,13 +60,13 @@ def gpu_now(device: torch.device) -> str | None:
     return _smi("clocks.sm,power.draw,temperature.gpu") if device.type == "cuda" else None
 
 
-def shape_of(problem: Problem) -> ResultRow:
+def shape_of(problem: Problem) -> dict[str, Any]:
     names = ("batch", "heads_q", "heads_kv", "len_q", "len_k", "dim", "dtype")
     shape = {name: getattr(problem, name) for name in names} | {"mask": str(problem.mask)}
     return shape if problem.features == PLAIN else shape | {"features": str(problem.features)}
 
 
-def continued(earlier: Result, result: Result) -> ResultRow:
+def continued(earlier: Result, result: Result) -> dict[str, Any]:
     """A result that begins with the rows of an earlier run of the same suite on the same machine and versions."""
     if earlier["suite"] != result["suite"]:
         raise ValueError(f"--add: the file holds suite {earlier['suite']}, this run is suite {result['suite']}")
@@ -73,7 +75,7 @@ def continued(earlier: Result, result: Result) -> ResultRow:
     return {**result, "environment": joint, "rows": dated(earlier["rows"], environment)}
 
 
-def joined(before: ResultRow, now: ResultRow) -> ResultRow:
+def joined(before: Environment, now: Environment) -> Environment:
     """The environment of a file with an earlier run and this one. The machine and the versions must be the same. The
     date is that of the last run: rows have their own."""
     for name in SAME:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from dash_attn.tools.bench.host import CASES as HOST_CASES
 from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
-from dash_attn.tools.bench.report import Result, ResultRow, summary
+from dash_attn.tools.bench.report import Result, summary
 from dash_attn.tools.bench.step import measure_step
 
 EVERYONE = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "cudnn det", "flex", "triton two-pass")
@@ -179,11 +180,11 @@ def run_suite(
     out: Path | None = None,
     models: Sequence[Model] = MODELS,
     earlier: Result | None = None,
-) -> ResultRow:
+) -> dict[str, Any]:
     """Measure every case. The result is also written to `out` after each case, so an interrupted run leaves its rows.
     It keeps the rows of an `earlier` run whose cases are not measured again."""
     device = settings.timing.device
-    result: ResultRow = {"environment": record.environment(device), "suite": name, "rows": []}
+    result: dict[str, Any] = {"environment": record.environment(device), "suite": name, "rows": []}
     if earlier is not None:
         result = record.continued(earlier, result)
     by_name = {case.name: model for model in models for case in model.cases()}
