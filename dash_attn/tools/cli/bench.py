@@ -202,13 +202,22 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
 
 
 def device_of(suite: SuiteOptions) -> torch.device:
+    """The CPU, or a GPU on which ours runs: beside peers alone there is nothing to compare."""
     import torch
+
+    from dash_attn.backends import backend_for
 
     if suite.cpu:
         return torch.device("cpu")
+    way_out = "throughput is measured on Hopper GPUs; --cpu runs a tiny case on the CPU"
     if not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU here: throughput is measured on Hopper GPUs; --cpu runs a tiny case on the CPU")
-    return torch.device("cuda", torch.cuda.current_device())
+        raise ValueError(f"no CUDA GPU here: {way_out}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        backend_for(device)
+    except NotImplementedError as error:
+        raise ValueError(f"{way_out} ({error})") from None
+    return device
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -332,6 +332,17 @@ def test_without_a_gpu_the_way_out_is_named(capsys) -> None:
     assert main(["--suite", "grid"]) == 2 and "--cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suite", ["grid", "host", "all"])
+def test_a_gpu_that_is_not_hopper_is_refused_before_any_work(suite: str, monkeypatch, tmp_path: Path, capsys) -> None:
+    answers = {"is_available": True, "current_device": 0, "get_device_capability": (8, 0), "get_device_name": "A GPU"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert main(["--suite", suite, "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "--cpu" in err and "A GPU (compute capability 8.0)" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
