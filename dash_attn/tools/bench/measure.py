@@ -80,7 +80,7 @@ def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Tim
     return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
 
 
-def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> ResultRow:
+def deviation(case: BenchCase, settings: Settings) -> ResultRow:
     """How far identical backward passes lie apart: the largest |g_r - g_first| of a pass, averaged over the passes."""
     row: ResultRow = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
     sets = input_sets(case.problem, settings.timing.device)[:1]
@@ -88,10 +88,10 @@ def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> Resu
         try:
             (call,) = variant.prepare(case.problem, sets)
             first = [x.clone() for x in call()]
-            apart = [_apart(call(), first) for _ in range(passes)]
+            apart = [_apart(call(), first) for _ in range(PASSES)]
             names = ("dq", "dk", "dv")
             row["deviation"][variant.name] = {
-                "mean": sum(max(each) for each in apart) / passes,
+                "mean": sum(max(each) for each in apart) / PASSES,
                 "worst": {name: max(each[i] for each in apart) for i, name in enumerate(names)},
                 "differing_passes": sum(max(each) > 0 for each in apart),
                 "deterministic": variant.deterministic,
