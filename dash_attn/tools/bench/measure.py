@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Gradients
+from dash_attn.tools.bench.audit.compare import largest
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.operands import TOLERANCE, error, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours
@@ -125,7 +126,7 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
-    return [float((a.float() - b.float()).abs().max()) for a, b in zip(some, others, strict=True)]
+    return [largest(a, b) for a, b in zip(some, others, strict=True)]
 
 
 def release(device: torch.device) -> None:

@@ -23,7 +23,7 @@ from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import watch
 from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
-from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, merge
+from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, largest, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
 from dash_attn.tools.bench.audit.watch import Hear, Heard, watched
@@ -346,6 +346,13 @@ def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path
     assert report["complete"] and report["ok"]
     assert main([*common, "--target", f"{fakes}:differs"]) == 1
     assert "NOT all bits equal" in capsys.readouterr().out
+
+
+def test_equal_bits_are_not_apart_and_what_is_not_finite_is_infinitely_far() -> None:
+    odd = torch.tensor([1.0, torch.nan, torch.inf])
+    assert largest(odd, odd.clone()) == 0 and largest(odd, odd + torch.tensor([0.5, 0.0, 0.0])) == 0.5
+    for place in (1, 2):
+        assert largest(odd, odd.index_fill(0, torch.tensor([place]), 2.0)) == torch.inf
 
 
 def test_a_nan_is_reported_and_can_be_read(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:
