@@ -82,8 +82,6 @@ MIRRORS: dict[str, frozenset[str]] = {
     ),
     "dash_attn/integrations/transformers/forward.py": frozenset({"attention_forward"}),
     "dash_attn/integrations/transformers/masks.py": frozenset({"model_mask"}),
-    # a Triton kernel takes pointers one by one
-    "dash_attn/tools/bench/triton_two_pass.py": frozenset({"_dkdv", "_dq"}),
 }
 FORBIDDEN_NAMES = frozenset({"utils", "helpers", "common", "manager"})
 

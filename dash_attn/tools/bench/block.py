@@ -128,14 +128,14 @@ class Block(nn.Module):
 
 
 def backwards(problem: Problem, settings: Settings) -> dict[str, Callable[[], Backward]]:
-    """Attention's backward by name: ours as `auto` orders it, and FlashAttention-4's two modes."""
+    """Attention's backward by name: FlashAttention-4's two modes, and ours in each order and config."""
     device = settings.timing.device
-    default = settings.ours.default(problem, device)
-    return {
+    theirs = {
         "fa4 det": lambda: peers.fa4(problem, device, True),
         "fa4": lambda: peers.fa4(problem, device, False),
-        default.name: lambda: default.prepared(problem, device).backward,
     }
+    ways = settings.ours.ways(problem, device)
+    return theirs | {way.name: lambda way=way: way.prepared(problem, device).backward for way in ways}
 
 
 def measure_block(model: Model, case: BenchCase, settings: Settings, dtype: torch.dtype = torch.bfloat16) -> ResultRow:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends import Gradients
+from dash_attn.tools.bench.audit.compare import largest
 from dash_attn.tools.bench.cases import BenchCase
 from dash_attn.tools.bench.operands import TOLERANCE, error, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours
@@ -80,7 +81,7 @@ def _alone(names: tuple[str, str], ready: Mapping[str, Sequence[Call]], how: Tim
     return time_all({name: ready[name] for name in names}, how) if all(name in ready for name in names) else {}
 
 
-def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> ResultRow:
+def deviation(case: BenchCase, settings: Settings) -> ResultRow:
     """How far identical backward passes lie apart: the largest |g_r - g_first| of a pass, averaged over the passes."""
     row: ResultRow = {"cell": case.name, "shape": shape_of(case.problem), "deviation": {}, "missing": {}, "failed": {}}
     sets = input_sets(case.problem, settings.timing.device)[:1]
@@ -88,10 +89,10 @@ def deviation(case: BenchCase, settings: Settings, passes: int = PASSES) -> Resu
         try:
             (call,) = variant.prepare(case.problem, sets)
             first = [x.clone() for x in call()]
-            apart = [_apart(call(), first) for _ in range(passes)]
+            apart = [_apart(call(), first) for _ in range(PASSES)]
             names = ("dq", "dk", "dv")
             row["deviation"][variant.name] = {
-                "mean": sum(max(each) for each in apart) / passes,
+                "mean": sum(max(each) for each in apart) / PASSES,
                 "worst": {name: max(each[i] for each in apart) for i, name in enumerate(names)},
                 "differing_passes": sum(max(each) > 0 for each in apart),
                 "deterministic": variant.deterministic,
@@ -125,7 +126,7 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> list[float]:
-    return [float((a.float() - b.float()).abs().max()) for a, b in zip(some, others, strict=True)]
+    return [largest(a, b) for a, b in zip(some, others, strict=True)]
 
 
 def release(device: torch.device) -> None:

@@ -88,13 +88,17 @@ class Ours:
             asked = [replace(choice, panels=None) for choice in asked]
         return list(dict.fromkeys(map(str, asked))) or ["auto"]
 
+    def ways(self, problem: Problem, device: torch.device) -> list[Way]:
+        """One for each order and config."""
+        return [Way(order, config) for order in self.orders(problem, device) for config in self.configs]
+
     def default(self, problem: Problem, device: torch.device) -> Way:
         """The variant that stands for us."""
-        return Way(self.orders(problem, device)[0], self.configs[0])
+        return self.ways(problem, device)[0]
 
     def variants(self, problem: Problem, device: torch.device) -> list[Variant]:
         """A variant for each order and config, and one without order that visits tiles as the first does."""
-        ways = [Way(order, config) for order in self.orders(problem, device) for config in self.configs]
+        ways = self.ways(problem, device)
         if self.panels > 1:
             ways.append(Way("auto", panels=self.panels))  # a panel has an order of its own
         if self.unordered:

@@ -6,7 +6,6 @@ each comment ``<!-- table: NAME -->``.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -14,11 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dash_attn.tools.bench.headline import HEADER, headline
+from dash_attn.tools.bench.json_text import from_json
 from dash_attn.tools.bench.report import (
     BASELINE,
     Result,
     ResultRow,
     TableText,
+    dated,
+    days,
     default_of,
     geometric_mean,
     hosts,
@@ -45,7 +47,7 @@ def filled(text: str, results: Results) -> str:
 
 def read_results(folder: Path) -> dict[str, Result]:
     """The results of a folder, by suite."""
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    files = [from_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     return {result["suite"]: result for result in files if "suite" in result}
 
 
@@ -57,6 +59,15 @@ def beside_fa4(results: Results) -> TableText:
 
 def _linked(suite: str) -> str:
     return f"[{suite}](../benchmarks/results/{suite}_h200.json)"
+
+
+def files(results: Results) -> TableText:
+    """Version and days of every file. A file of several days has several runs."""
+    lines = []
+    for suite, result in sorted(results.items()):
+        origin = result["environment"]
+        lines.append([_linked(suite), origin["dash_attn"], days(dated(result["rows"], origin))])
+    return ["file", "version", "measured"], lines
 
 
 def grid(results: Results) -> TableText:
@@ -181,6 +192,7 @@ def _twin(row: ResultRow) -> float | None:
 PANELS = SUITES["length"].panels
 TABLES: dict[str, Callable[[Results], TableText]] = {
     "headline": beside_fa4,
+    "files": files,
     "grid": grid,
     "orders": orders,
     "noise": noise,

@@ -18,6 +18,16 @@ BASELINE = "fa4 det"
 PAIRS = {"ours": ("default", "any"), "fa4": ("fa4 det", "fa4"), "fa2": ("fa2 det", "fa2")}
 
 
+def dated(rows: Iterable[ResultRow], environment: Mapping[str, Any]) -> list[ResultRow]:
+    """Rows with the date of their run: their own, or that of their file, which has one run then."""
+    return [{**row, "date": row.get("date", environment.get("date"))} for row in rows]
+
+
+def days(rows: Iterable[ResultRow]) -> str:
+    """When dated rows were measured: a date, or several with 'and'."""
+    return " and ".join(sorted({str(row["date"]) for row in rows if row["date"]}))
+
+
 def text_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in columns of equal width: the first column to the left, numbers to the right."""
     lines = [list(map(str, line)) for line in (header, *rows)]

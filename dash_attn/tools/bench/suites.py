@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,11 +17,13 @@ from dash_attn.tools.bench.host import CASES as HOST_CASES
 from dash_attn.tools.bench.host import measure_host
 from dash_attn.tools.bench.measure import Settings, deviation, measure, release
 from dash_attn.tools.bench.progress import steps
-from dash_attn.tools.bench.report import Result, ResultRow, summary
+from dash_attn.tools.bench.report import Result, summary
 from dash_attn.tools.bench.step import measure_step
 
 EVERYONE = ("fa4", "fa4 det", "fa2", "fa2 det", "cudnn", "cudnn det", "flex", "triton two-pass")
 FEW = ("fa4", "fa4 det")
+OPTIONS = ("--peers", "--policy", "--any", "--deterministic", "--config", "--rounds", "--budget-ms", "--lead-ms")
+OF_VARIANTS = OPTIONS[:5]
 
 
 @dataclass(frozen=True)
@@ -37,18 +40,20 @@ QUICK = Effort(5, 25.0)
 
 @dataclass(frozen=True)
 class Suite:
-    """What a suite measures unless options say otherwise. `quick` and `quick_peers` are the parts that --quick runs."""
+    """What a suite measures unless options say otherwise, and the options that it `takes`. `quick` are the cases that
+    --quick runs, with those of the peers that `quick_peers` names."""
 
     title: str
     cases: Callable[[], list[BenchCase]]
     quick: Callable[[], list[BenchCase]]
-    peers: tuple[str, ...]
+    peers: tuple[str, ...] = ()
     quick_peers: tuple[str, ...] = FEW
     policies: tuple[str, ...] = ()  # empty: the usual ones of each mask
     unordered: bool = True
     effort: Effort = Effort()
     panels: int = 1  # above 1: ours also runs in this number of panels
     tiny: Callable[[], list[BenchCase]] = tiny_cases  # for machines without a GPU
+    takes: tuple[str, ...] = OPTIONS
 
 
 # FlexAttention takes a quarter of a minute to compile for a shape, so on large grids it runs only if --peers names it.
@@ -75,8 +80,6 @@ SUITES: dict[str, Suite] = {
         "our orders over the grid, without peers",
         cases.grid,
         lambda: cases.grid(lengths=(512, 4096, 16384)),
-        (),
-        (),
         unordered=False,
         effort=Effort(lead_ms=20.0),
     ),
@@ -131,9 +134,8 @@ SUITES: dict[str, Suite] = {
         "a transformer block, forward and backward (its Figure 10)",
         lambda: [case for model in MODELS for case in model.cases()],
         lambda: [model.cases()[0] for model in MODELS],
-        FEW,
         policies=_DEFAULTS,
-        unordered=False,
+        takes=("--policy", "--config", "--rounds"),
     ),
     "deviation": Suite(
         "deviation of identical backward passes (its Table 1)",
@@ -142,24 +144,33 @@ SUITES: dict[str, Suite] = {
         EVERYONE,
         _GRID_PEERS,
         policies=_DEFAULTS,
+        takes=OF_VARIANTS,
     ),
     "step": Suite(
         "a training step: 16 layers of attention, forward and backward, with a new packing in every step",
         packs.steps,
         lambda: packs.steps()[:1],
         FEW,
-        policies=_DEFAULTS,
-        unordered=False,
         effort=Effort(31),
         tiny=packs.tiny,
+        takes=("--peers", "--deterministic", "--rounds"),
     ),
     "host": Suite(
         "host time of a small problem seen before",
         lambda: list(HOST_CASES),
         lambda: list(HOST_CASES[:1]),
-        ("fa4 det",),
+        takes=(),
     ),
 }
+
+
+def require_taken(suite: str, options: Sequence[str]) -> None:
+    """ValueError if the suite does not take one of these options. Of `all` each suite gets those that it takes."""
+    if suite == "all":
+        return
+    takes = SUITES[suite].takes
+    if others := [option for option in options if option not in takes]:
+        raise ValueError(f"{', '.join(others)}: suite {suite} takes {', '.join(takes) or 'none of these'}")
 
 
 def run_suite(
@@ -169,11 +180,11 @@ def run_suite(
     out: Path | None = None,
     models: Sequence[Model] = MODELS,
     earlier: Result | None = None,
-) -> ResultRow:
+) -> dict[str, Any]:
     """Measure every case. The result is also written to `out` after each case, so an interrupted run leaves its rows.
     It keeps the rows of an `earlier` run whose cases are not measured again."""
     device = settings.timing.device
-    result: ResultRow = {"environment": record.environment(device), "suite": name, "rows": []}
+    result: dict[str, Any] = {"environment": record.environment(device), "suite": name, "rows": []}
     if earlier is not None:
         result = record.continued(earlier, result)
     by_name = {case.name: model for model in models for case in model.cases()}

@@ -21,6 +21,8 @@ from dash_attn.tools.bench.variants import Call
 
 SLOW = 2e5  # microseconds; calls as long as this are warm at once, and three of them say enough
 
+PROFILED = 12  # calls, for the shares of kernels
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -89,7 +91,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "p20": p20, "p80": p80}
 
 
-def kernel_shares(call: Callable[[], object], device: torch.device, calls: int = 12) -> list[float]:
+def kernel_shares(call: Callable[[], object], device: torch.device) -> list[float]:
     """What each kernel takes of the time of a call that is called again and again, the longest first; shares, because
     a profiler sees other clocks than a clean run. Empty where none works."""
     from torch.profiler import ProfilerActivity, profile
@@ -98,7 +100,7 @@ def kernel_shares(call: Callable[[], object], device: torch.device, calls: int =
         return []
     try:
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            for _ in range(calls):
+            for _ in range(PROFILED):
                 call()
             torch.cuda.synchronize(device)
         spans = dict[str, list[tuple[float, float]]]()
@@ -107,7 +109,7 @@ def kernel_shares(call: Callable[[], object], device: torch.device, calls: int =
                 spans.setdefault(each.name, []).append((each.time_range.start, each.time_range.end))
     except (RuntimeError, AttributeError):
         return []
-    return shares_of([sorted(each) for each in spans.values()], calls)
+    return shares_of([sorted(each) for each in spans.values()], PROFILED)
 
 
 def shares_of(spans: Sequence[Sequence[tuple[float, float]]], calls: int) -> list[float]:

@@ -7,6 +7,8 @@ length, and GQA. Tensors are contiguous (batch, seqlen, heads, dim), lse and del
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,36 +20,57 @@ OWN, OTHER = 128, 64  # rows of a tile that a program owns, and of those it loop
 WARPS, STAGES = 8, 2
 
 
+class Pointers(NamedTuple):
+    """The tensors of a backward; in a kernel, pointers to them."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Scalars(NamedTuple):
+    """The numbers of a problem that differ between calls of one compiled kernel."""
+
+    len_q: Any
+    len_k: Any
+    heads_q: Any
+    heads_kv: Any
+    scale: Any
+
+
 @triton.jit
-def _delta(tensors, heads, length, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _delta(pointers, scalars, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """delta = rowsum(dO * O), a row each of (batch, heads, seqlen)."""
-    plane, d = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_D)
+    heads, length = scalars.heads_q, scalars.len_q
+    plane, d = tl.program_id(1).to(tl.int64), tl.arange(0, triton.next_power_of_2(DIM))
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = ((plane // heads * length + row[:, None]) * heads + plane % heads) * DIM + d[None, :]
     inside = (row[:, None] < length) & (d[None, :] < DIM)
-    out = tl.load(tensors[0] + at, inside, 0.0).to(tl.float32)
-    dout = tl.load(tensors[1] + at, inside, 0.0).to(tl.float32)
-    tl.store(tensors[2] + plane * length + row, tl.sum(out * dout, 1), row < length)
+    out = tl.load(pointers.out + at, inside, 0.0).to(tl.float32)
+    dout = tl.load(pointers.dout + at, inside, 0.0).to(tl.float32)
+    tl.store(pointers.delta + plane * length + row, tl.sum(out * dout, 1), row < length)
 
 
 @triton.jit
 def _dkdv(  # type: ignore[no-untyped-def]
-    tensors,
-    sizes,
-    scale,
-    CAUSAL: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    pointers, scalars, CAUSAL: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """A program keeps a tile of keys and adds over the queries of every head of its group, in ascending order."""
-    len_q, len_k, heads_q, heads_kv = sizes[0], sizes[1], sizes[2], sizes[3]
+    len_q, len_k, scale = scalars.len_q, scalars.len_k, scalars.scale
+    heads_q, heads_kv = scalars.heads_q, scalars.heads_kv
     batch, head_kv = tl.program_id(1).to(tl.int64) // heads_kv, tl.program_id(1) % heads_kv
     # Offsets within a sequence are 32 bits wide: half the registers.
     of_q, of_k = batch * len_q * heads_q * DIM, batch * len_k * heads_kv * DIM
-    q_at, k_at, v_at, do_at = tensors[0] + of_q, tensors[1] + of_k, tensors[2] + of_k, tensors[3] + of_q
-    lse_at, delta_at, dk_at, dv_at = tensors[4], tensors[5], tensors[6] + of_k, tensors[7] + of_k
+    q_at, k_at, v_at, do_at = pointers.q + of_q, pointers.k + of_k, pointers.v + of_k, pointers.dout + of_q
+    lse_at, delta_at, dk_at, dv_at = pointers.lse, pointers.delta, pointers.dk + of_k, pointers.dv + of_k
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     first_key = tl.program_id(0) * BLOCK_N
     key, d = first_key + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     kv_offset = (key[:, None] * heads_kv + head_kv) * DIM + d[None, :]
@@ -81,23 +104,18 @@ def _dkdv(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dq(  # type: ignore[no-untyped-def]
-    tensors,
-    sizes,
-    scale,
-    CAUSAL: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    pointers, scalars, CAUSAL: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """A program keeps a tile of queries of one head and adds over its keys, in ascending order."""
-    len_q, len_k, heads_q, heads_kv = sizes[0], sizes[1], sizes[2], sizes[3]
+    len_q, len_k, scale = scalars.len_q, scalars.len_k, scalars.scale
+    heads_q, heads_kv = scalars.heads_q, scalars.heads_kv
     plane = tl.program_id(1).to(tl.int64)
     batch, head = plane // heads_q, tl.program_id(1) % heads_q
     head_kv = head // (heads_q // heads_kv)
     of_q, of_k = batch * len_q * heads_q * DIM, batch * len_k * heads_kv * DIM
-    q_at, k_at, v_at, do_at = tensors[0] + of_q, tensors[1] + of_k, tensors[2] + of_k, tensors[3] + of_q
-    lse_at, delta_at, dq_at = tensors[4], tensors[5], tensors[6] + of_q
+    q_at, k_at, v_at, do_at = pointers.q + of_q, pointers.k + of_k, pointers.v + of_k, pointers.dout + of_q
+    lse_at, delta_at, dq_at = pointers.lse, pointers.delta, pointers.dq + of_q
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     first_row = tl.program_id(0) * BLOCK_M
     row, d = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     offset = (row[:, None] * heads_q + head) * DIM + d[None, :]
@@ -132,17 +150,14 @@ def backward(problem: Problem, operands: Operands) -> Gradients:
     lse = operands.lse.contiguous()
     delta = torch.empty_like(lse)
     grads = Gradients(*(torch.empty_like(x) for x in (q, k, v)))
-    dim, wide = problem.dim, triton.next_power_of_2(problem.dim)
-    heads, planes = problem.heads_q, problem.batch * problem.heads_q
-    sizes = (problem.len_q, problem.len_k, heads, problem.heads_kv)
-    fixed = (problem.softmax_scale, problem.mask.is_causal, dim, wide)
+    pointers = Pointers(q, k, v, out, dout, lse, delta, *grads)
+    scalars = Scalars(problem.len_q, problem.len_k, problem.heads_q, problem.heads_kv, problem.softmax_scale)
+    dim, planes, causal = problem.dim, problem.batch * problem.heads_q, problem.mask.is_causal
     tune = {"num_warps": WARPS, "num_stages": STAGES}
     rows, keys = triton.cdiv(problem.len_q, OWN), triton.cdiv(problem.len_k, OWN)
-    _delta[rows, planes]((out, dout, delta), heads, problem.len_q, dim, wide, OWN)
-    inputs = (q, k, v, dout, lse, delta)
+    _delta[rows, planes](pointers, scalars, dim, OWN)
     # dK and dV of a tile fill the registers above head dim 64: with narrower steps nothing spills.
     step = OTHER if dim <= 64 else OTHER // 2
-    into = (grads.dk, grads.dv)
-    _dkdv[keys, problem.batch * problem.heads_kv]((*inputs, *into), sizes, *fixed, OWN, step, **tune)
-    _dq[rows, planes]((*inputs, grads.dq), sizes, *fixed, OWN, OTHER, **tune)
+    _dkdv[keys, problem.batch * problem.heads_kv](pointers, scalars, causal, dim, OWN, step, **tune)
+    _dq[rows, planes](pointers, scalars, causal, dim, OWN, OTHER, **tune)
     return grads

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
+
+from dash_attn.tools.bench.json_text import from_json, to_json
 
 Command = Callable[..., None]
+WORDS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "FILE"}
 
 app = typer.Typer(
     add_completion=False,
@@ -24,6 +28,16 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON value on standard output")]
+
+
+class Worded(TyperCommand):
+    """In its help texts an argument is its word alone: typer adds the Python type."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                parameter.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
 
 
 class FileProblem(Exception):
@@ -61,7 +75,7 @@ def command(
         call.__doc__ = function.__doc__
         # A short help that is given is not cut to the width of the terminal.
         short = (function.__doc__ or "").partition("\n")[0]
-        app.command(name, short_help=short, context_settings=settings)(call)
+        app.command(name, cls=Worded, short_help=short, context_settings=settings)(call)
         return function
 
     return register
@@ -73,7 +87,20 @@ def _options(kind: Any) -> list[Parameter]:
 
 
 def _option(name: str, hint: Any, default: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=_worded(hint), default=default)
+
+
+def _worded(hint: Any) -> Any:
+    """With a word for the value in help texts, where the option has none of its own."""
+    if get_origin(hint) is not Annotated:
+        return hint
+    kind, option = get_args(hint)
+    words = [WORDS[each] for each in (kind, *get_args(kind)) if each in WORDS]
+    if not words or option.metavar is not None:
+        return hint
+    option = copy(option)
+    option.metavar = words[0]
+    return Annotated[kind, option]
 
 
 def _default(field: Field[Any]) -> Any:
@@ -92,7 +119,7 @@ def given_options(context: typer.Context, names: Sequence[str]) -> list[str]:
 
 def emit(value: Any) -> None:
     """Print a value for programs."""
-    typer.echo(json.dumps(value, allow_nan=False))
+    typer.echo(to_json(value))
 
 
 def wrote(paths: Sequence[Path | None]) -> None:
@@ -107,7 +134,7 @@ def earlier_value(path: Path | None, add: bool) -> dict[str, Any] | None:
     if not add or path is None or not path.is_file():
         return None
     with reading([path]):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(from_json(path.read_text(encoding="utf-8")))
 
 
 @contextmanager

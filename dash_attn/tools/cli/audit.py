@@ -39,7 +39,8 @@ class AuditOptions:
         Option("--step", help="a saved step: torch.save of a dict of dout, q, k, v, out, lse, kwargs"),
     ] = None
     pack: Annotated[
-        str | None, Option("--pack", help="lengths of packed sequences, in the place of --seqlen and --batch")
+        str | None,
+        Option("--pack", metavar="N,...", help="lengths of packed sequences, in the place of --seqlen and --batch"),
     ] = None
     stress: Annotated[
         str | None, Option("--stress", help="stressors, separated by commas [default: all of this device]")
@@ -56,6 +57,7 @@ class AuditOptions:
         str | None,
         Option(
             "--ranks",
+            metavar="N,...",
             help="with --invariance: numbers of processes, separated by commas, on which the tokens of a batch and of "
             "a pack lie, in every mode and layout; --stress chooses among these, as in 2-a2a-zigzag",
         ),
@@ -133,13 +135,18 @@ class AuditOptions:
 
 
 def continued(earlier: Report | None, report: Report) -> Report:
-    """A report with the entries of an earlier one before its own, and the counts of both."""
+    """A report with the entries of an earlier one before its own, each with the date of its run, and the counts of
+    both."""
+    from dash_attn.tools.bench import record
     from dash_attn.tools.bench.audit.audit import reported
+    from dash_attn.tools.bench.report import dated
 
     if earlier is None:
         return report
-    entries, complete = [*earlier["entries"], *report["entries"]], earlier["complete"] and report["complete"]
-    return report | reported(entries, complete, report["counts"]["rounds"])
+    before, now = earlier["environment"], report["environment"]
+    entries = [*dated(earlier["entries"], before), *dated(report["entries"], now)]
+    complete = earlier["complete"] and report["complete"]
+    return {"environment": record.joined(before, now)} | reported(entries, complete, report["counts"]["rounds"])
 
 
 @command("audit")
@@ -172,11 +179,12 @@ def audit_command(options: AuditOptions, shape: ShapeOptions, as_json: Json = Fa
     chosen = subjects(options, shape)
     environment = record.environment(torch.device(settings.device))
     earlier = earlier_value(options.out, options.add)
-    together = environment if earlier is None else record.joined(earlier["environment"], environment)
+    if earlier is not None:
+        record.joined(earlier["environment"], environment)  # another machine is refused before anything runs
 
     def keep(report: Report) -> None:
         if options.out is not None:
-            record.write_json({"environment": together} | continued(earlier, report), options.out)
+            record.write_json(continued(earlier, {"environment": environment} | report), options.out)
 
     with _sigterm_as_ctrl_c():
         if options.minutes is None:

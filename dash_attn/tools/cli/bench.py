@@ -45,6 +45,12 @@ class SuiteOptions:
         bool | None, Option("--any/--no-any", help="run ours without an order too, as the control")
     ] = None
 
+    def given(self) -> list[str]:
+        """The options about variants that were given. Not every suite takes each of them."""
+        values = {"--peers": self.peers, "--policy": self.policy, "--any": self.unordered}
+        values["--deterministic"] = self.deterministic or None
+        return [name for name, value in values.items() if value is not None]
+
 
 @dataclass(frozen=True)
 class EffortOptions:
@@ -59,8 +65,13 @@ class EffortOptions:
         Option("--lead-ms", help="untimed calls before each sample, in milliseconds [default: the suite's]"),
     ] = None
     config: Annotated[
-        list[str] | None, Option("--config", help="JSON of kernel config fields to change; repeat it for several")
+        list[str] | None,
+        Option("--config", metavar="JSON", help="JSON of kernel config fields to change; repeat it for several"),
     ] = None
+
+    def given(self) -> list[str]:
+        """The options that were given."""
+        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
     def check(self) -> None:
         for name, given, least in (
@@ -108,11 +119,12 @@ def bench(
     cases. The exit status is 1 if gradients are wrong or a deterministic variant does not repeat.
     """
     from dash_attn.tools.bench import cases
-    from dash_attn.tools.bench.suites import SUITES, run_suite, shown
+    from dash_attn.tools.bench.suites import SUITES, require_taken, run_suite, shown
 
     effort.check()
     if suite.suite not in (*SUITES, "all"):
         raise ValueError(f"--suite {suite.suite!r}: choose from {', '.join(SUITES)}, all")
+    require_taken(suite.suite, [*suite.given(), *effort.given()])
     names = list(SUITES) if suite.suite == "all" else [suite.suite]
     device = device_of(suite)
     results = []
@@ -174,7 +186,7 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
     from dash_attn.tools.bench.suites import QUICK
     from dash_attn.tools.bench.timing import Timing
 
-    peers = usual.quick_peers if suite.quick else usual.peers
+    peers = tuple(name for name in usual.peers if not suite.quick or name in usual.quick_peers)
     if suite.peers is not None:
         words = parse_names("--peers", suite.peers)
         peers = tuple(PEERS) if words == ("all",) else tuple(peer(word).name for word in words if word != "none")
@@ -190,13 +202,22 @@ def settings_of(suite: SuiteOptions, effort: EffortOptions, usual: Suite, device
 
 
 def device_of(suite: SuiteOptions) -> torch.device:
+    """The CPU, or a GPU on which ours runs: beside peers alone there is nothing to compare."""
     import torch
+
+    from dash_attn.backends import backend_for
 
     if suite.cpu:
         return torch.device("cpu")
+    way_out = "throughput is measured on Hopper GPUs; --cpu runs a tiny case on the CPU"
     if not torch.cuda.is_available():
-        raise ValueError("no CUDA GPU here: throughput is measured on Hopper GPUs; --cpu runs a tiny case on the CPU")
-    return torch.device("cuda", torch.cuda.current_device())
+        raise ValueError(f"no CUDA GPU here: {way_out}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        backend_for(device)
+    except NotImplementedError as error:
+        raise ValueError(f"{way_out} ({error})") from None
+    return device
 
 
 def json_object(text: str) -> dict[str, Any]:

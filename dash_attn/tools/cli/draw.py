@@ -11,7 +11,7 @@ from dash_attn.tools.cli.app import Json, command, emit, reading, wrote
 from dash_attn.tools.cli.tables import working
 
 Results = Annotated[list[Path], Argument(help="files that bench wrote; files of one suite share a picture")]
-Folder = Annotated[Path, Option("--out", help="folder to write to")]
+Folder = Annotated[Path, Option("--out", metavar="FOLDER", help="folder to write to")]
 
 
 def report(paths: list[Path], as_json: bool) -> None:
@@ -54,7 +54,9 @@ def plot(
 def paper(
     results: Annotated[list[Path], Argument(help="files that bench wrote; for --html also traces (.npz)")],
     out: Annotated[Path, Option("--out", help="page to write")] = Path("paper.md"),
-    figures: Annotated[Path, Option("--figures", help="folder of its pictures, beside the page")] = Path("bench"),
+    figures: Annotated[
+        Path, Option("--figures", metavar="FOLDER", help="folder of its pictures, beside the page")
+    ] = Path("bench"),
     html: Annotated[
         Path | None, Option("--html", help="write one self-contained web page to this file, and nothing else")
     ] = None,

@@ -59,7 +59,7 @@ def shown_parts(report: Report) -> str:
     text = [text_table(["part", "tried", "failed", "time"], lines)]
     for part in report["parts"]:
         outcomes = ", ".join(f"{outcome}: {number}" for outcome, number in part["outcomes"].items() if number)
-        lines_of_part = (outcomes, *under(part.get("stressors", {})), *part["why"])
+        lines_of_part = (outcomes or "nothing was tried", *under(part.get("stressors", {})), *part["why"])
         text += [f"{part['part']}: {line}" for line in lines_of_part]
     tried, failed = (sum(part[name] for part in report["parts"]) for name in ("count", "failed"))
     verdict = "all promises hold" if report["ok"] else "NOT all promises hold"

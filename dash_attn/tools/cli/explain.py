@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
 
-from typer import Context
+from typer import Context, Option
 
 from dash_attn.pack import Pack
 from dash_attn.simulate import Paper, Tickets, lower_bounds
 from dash_attn.tools.cli.app import Json, command, emit
 from dash_attn.tools.cli.tables import console, fact_table, simulated, working
 from dash_attn.tools.cli.workload import (
+    CPU_WORKERS,
+    SMS,
+    WORKERS,
     PolicyOption,
     ProblemOptions,
-    WorkersOption,
     backend_named,
     check_workers,
     h200_of,
@@ -29,7 +31,9 @@ def explain(
     context: Context,
     problem: ProblemOptions,
     policy: PolicyOption = "auto",
-    workers: WorkersOption = None,
+    workers: Annotated[
+        int | None, Option("--workers", help=f"{WORKERS} [default: the GPU's SMs, {SMS} without one, {CPU_WORKERS}]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""

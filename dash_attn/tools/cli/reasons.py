@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -32,17 +32,32 @@ class Finding:
 
 def reasons() -> list[Finding]:
     """Every reason that applies to this machine."""
-    return [reason(os.environ) for reason in REASONS]
+    env = os.environ
+    return [
+        order(),
+        other_operations(),
+        forward(env),
+        cublas(env),
+        cudnn(),
+        autotuning(env),
+        precision(env),
+        nccl(env),
+        transformer_engine(env),
+        machines(),
+        threads(env),
+        hashing(env),
+        data(),
+    ]
 
 
-def order(env: Environment) -> Finding:
+def order() -> Finding:
     name = "order of the attention backward"
     if wants_determinism(None):
         return Finding(name, "ok", "kept")
     return Finding(name, "warn", "FLASH_ATTENTION_DETERMINISTIC=0", "unset it, or pass deterministic=True")
 
 
-def other_operations(env: Environment) -> Finding:
+def other_operations() -> Finding:
     name = "other operations of torch"
     if not torch.are_deterministic_algorithms_enabled():
         advice = "torch.use_deterministic_algorithms(True) in your script makes them deterministic, or errors"
@@ -74,7 +89,7 @@ def nccl(env: Environment) -> Finding:
     return Finding(name, "warn" if several else "info", "NCCL_ALGO is not set", advice)
 
 
-def cudnn(env: Environment) -> Finding:
+def cudnn() -> Finding:
     name = "cuDNN's choice of algorithms"
     if torch.backends.cudnn.benchmark:
         return Finding(name, "warn", "torch.backends.cudnn.benchmark is on", "turn it off: it chooses by time")
@@ -112,7 +127,7 @@ def hashing(env: Environment) -> Finding:
     )
 
 
-def data(env: Environment) -> Finding:
+def data() -> Finding:
     return Finding(
         "order of the data",
         "info",
@@ -148,29 +163,12 @@ def transformer_engine(env: Environment) -> Finding:
     )
 
 
-def machines(env: Environment) -> Finding:
+def machines() -> Finding:
     found = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     if len(found) > 1:
         advice = "use one model in both runs: other models may compute products and exponentials otherwise"
         return Finding("GPU models", "warn", ", ".join(found), advice)
     return Finding("GPU models", "ok", found[0] if found else "none")
-
-
-REASONS: tuple[Callable[[Environment], Finding], ...] = (
-    order,
-    other_operations,
-    forward,
-    cublas,
-    cudnn,
-    autotuning,
-    precision,
-    nccl,
-    transformer_engine,
-    machines,
-    threads,
-    hashing,
-    data,
-)
 
 
 def _if_gpu(status: str) -> str:

@@ -18,7 +18,11 @@ class RankOptions:
 
     ranks: Annotated[
         str | None,
-        Option("--ranks", help="numbers of GPUs, separated by commas: predict the time of a sequence on all of them"),
+        Option(
+            "--ranks",
+            metavar="N,...",
+            help="numbers of GPUs, separated by commas: predict the time of a sequence on all of them",
+        ),
     ] = None
     mode: Annotated[
         str | None,

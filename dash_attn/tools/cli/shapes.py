@@ -29,11 +29,11 @@ class ShapeOptions:
     """Lengths, head dims and masks in every combination."""
 
     mask: Annotated[str | None, Option("--mask", help=f"{MASK}{SEVERAL} [default: both]")] = None
-    seqlen: Annotated[str | None, Option("--seqlen", help=f"{SEQLEN}{SEVERAL}")] = None
+    seqlen: Annotated[str | None, Option("--seqlen", metavar="N,...", help=f"{SEQLEN}{SEVERAL}")] = None
     batch: Annotated[int | None, Option("--batch", help=BATCH)] = None
     heads: Annotated[int | None, Option("--heads", help=HEADS)] = None
     kv_heads: Annotated[int | None, Option("--kv-heads", help=KV_HEADS)] = None
-    head_dim: Annotated[str | None, Option("--head-dim", help=f"{HEAD_DIM}{SEVERAL}")] = None
+    head_dim: Annotated[str | None, Option("--head-dim", metavar="N,...", help=f"{HEAD_DIM}{SEVERAL}")] = None
     dtype: Annotated[str | None, Option("--dtype", help=DTYPE)] = None
 
     def given(self) -> list[str]:
@@ -44,10 +44,11 @@ class ShapeOptions:
         """A benchmark counts the work of a full or causal mask, and a report names these two."""
         if self.mask is None:
             return [FULL, CAUSAL]
-        masks = [parse_mask(word) for word in parse_names("--mask", self.mask)]
-        if not all(mask in (FULL, CAUSAL) for mask in masks):
-            raise ValueError(f"--mask {self.mask!r}: choose full, causal, or both with a comma")
-        return masks
+        words = parse_names("--mask", self.mask)
+        if not set(words) <= {"full", "causal"}:
+            packs = "; 'audit --pack' and 'bench --suite packed' have documents" if "documents" in self.mask else ""
+            raise ValueError(f"--mask {self.mask!r}: choose full, causal, or both with a comma{packs}")
+        return [parse_mask(word) for word in words]
 
     def lengths(self) -> tuple[int, ...]:
         return parse_numbers("--seqlen", self.seqlen)

@@ -10,7 +10,7 @@ import typer
 from dash_attn.program import load
 from dash_attn.tools.cli.app import Json, command, emit
 from dash_attn.tools.cli.tables import working
-from dash_attn.tools.cli.workload import check_workers
+from dash_attn.tools.cli.workload import WORKERS, check_workers
 from dash_attn.verify import VerifyError, verify
 
 
@@ -18,7 +18,7 @@ from dash_attn.verify import VerifyError, verify
 def verify_command(
     file: Annotated[Path, typer.Argument(help="a program, as --save writes it")],
     workers: Annotated[
-        int | None, typer.Option("--workers", help="workers that run at once [default: as many as the program needs]")
+        int | None, typer.Option("--workers", help=f"{WORKERS} [default: as many as the program needs]")
     ] = None,
     as_json: Json = False,
 ) -> None:

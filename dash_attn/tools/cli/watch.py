@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 
 @command("watch", settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def watch_command(
-    script: Annotated[Path, Argument(help="a training script")],
-    arguments: Annotated[list[str] | None, Argument(help="arguments of the script")] = None,
-    to: Annotated[Path, Option("--to", help="folder to write the record to")] = Path("watched"),
-    steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")] = ":",
+    script: Annotated[Path, Argument(metavar="SCRIPT", help="a training script")],
+    arguments: Annotated[list[str] | None, Argument(metavar="ARGUMENT", help="arguments of the script")] = None,
+    to: Annotated[Path, Option("--to", metavar="FOLDER", help="folder to write the record to")] = Path("watched"),
+    steps: Annotated[
+        str, Option("--steps", metavar="RANGE", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")
+    ] = ":",
     depth: Annotated[
         int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
     ] = None,
@@ -168,8 +170,8 @@ class Compared:
 
 @command("diff")
 def diff_command(
-    a: Annotated[Path, Argument(help="the record of a run: a folder that watch wrote, or one file of it")],
-    b: Annotated[Path, Argument(help="the record of another run")],
+    a: Annotated[Path, Argument(metavar="A", help="the record of a run: a folder that watch wrote, or one file of it")],
+    b: Annotated[Path, Argument(metavar="B", help="the record of another run")],
     picture: Annotated[
         Path | None, Option("--map", help="draw which modules differ in which step, to this file (.png)")
     ] = None,

@@ -48,12 +48,11 @@ SEVERAL = "; several with commas"
 
 PolicyOption = Annotated[str, Option("--policy", help=POLICY)]
 PoliciesOption = Annotated[str | None, Option("--policy", help=f"{POLICY}{SEVERAL} [default: all that apply]")]
+WORKERS = "workers that run at once"
+CPU_WORKERS = "or all CPU threads"
 WorkersOption = Annotated[
     int | None,
-    Option(
-        "--workers",
-        help=f"workers that run at once [default: one a kv tile; with --seqlen {SMS} SMs, or all CPU threads]",
-    ),
+    Option("--workers", help=f"{WORKERS} [default: one a kv tile; with --seqlen {SMS} SMs, {CPU_WORKERS}]"),
 ]
 
 
@@ -68,7 +67,9 @@ class ProblemOptions:
     window: Annotated[
         str | None,
         Option(
-            "--window", help="LEFT,RIGHT: a query sees this many keys before and after its position; -1 is no limit"
+            "--window",
+            metavar="LEFT,RIGHT",
+            help="a query sees this many keys before and after its position; -1 is no limit",
         ),
     ] = None
     seqlen: Annotated[int | None, Option("--seqlen", help=SEQLEN)] = None

@@ -28,11 +28,11 @@ REPEATS = 7
 MOST_EVENTS = 2**31  # 64-bit words of events, 16 GiB
 
 
-def trace_problem(problem: Problem, policy: str = "auto", seed: int = 0) -> Trace:
+def trace_problem(problem: Problem, policy: str = "auto") -> Trace:
     """Trace a backward on random inputs. The kernel also runs without tracing, for its times and bits."""
     device = torch.device("cuda", torch.cuda.current_device())
     prepared = prepare(problem, policy, Options(), device)
-    operands = draw_operands(problem, device, seed)
+    operands = draw_operands(problem, device)
     plain = Gradients.room(operands)
     call = partial(prepared.backward, operands, plain)
     sample([call], 2, device)

@@ -14,14 +14,13 @@ from dash_attn.tools.viz.page import Section, report
 from dash_attn.tools.viz.palette import ColourBy
 
 
-def html(
-    sources: Source | Sequence[Source], path: str | Path, *, title: str = "Timelines", colour: ColourBy = "q"
-) -> Path:
+def html(sources: Source | Sequence[Source], path: str | Path, *, colour: ColourBy = "q") -> Path:
     """Write a page of charts on one time axis. Simulations also get a table."""
     several = list(sources) if isinstance(sources, Sequence) else [sources]
     simulations = [each for each in several if isinstance(each, Simulation)]
     compared = len(simulations) == len(several) > 0
-    return report(path, [schedules(simulations) if compared else Section(charts=several)], title=title, colour=colour)
+    section = schedules(simulations) if compared else Section(charts=several)
+    return report(path, [section], title="Timelines", colour=colour)
 
 
 def schedules(simulations: Sequence[Simulation]) -> Section:

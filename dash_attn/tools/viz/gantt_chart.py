@@ -32,31 +32,24 @@ LETTER = 0.62  # width of a digit over the size of the type
 SMALLEST = 5.5  # points of type that can still be read
 
 
-def gantt(
-    source: Source,
-    path: str | Path,
-    *,
-    lower_bound: float | None = None,
-    colour: ColourBy = "q",
-    width: float = 11.0,
-) -> Path:
-    """Draw one timeline; the ending of `path` chooses PNG or SVG, `width` is in inches.
+def gantt(source: Source, path: str | Path, *, lower_bound: float | None = None, colour: ColourBy = "q") -> Path:
+    """Draw one timeline; the ending of `path` chooses PNG or SVG.
 
     A simulation has its own lower bound. For a bare timeline it can be given.
     """
     drawn = chart(source)
     if lower_bound is not None:
         drawn = replace(drawn, lower_bound=lower_bound)
-    return compare([drawn], path, colour=colour, width=width)
+    return compare([drawn], path, colour=colour)
 
 
-def compare(sources: Sequence[Source], path: str | Path, *, colour: ColourBy = "q", width: float = 11.0) -> Path:
+def compare(sources: Sequence[Source], path: str | Path, *, colour: ColourBy = "q") -> Path:
     """Draw timelines one below the other on one time axis."""
-    return save(stack(charts(sources), colour=colour, width=width), path)
+    return save(stack(charts(sources), colour=colour), path)
 
 
 def stack(drawn: Sequence[Chart], *, colour: ColourBy = "q", width: float = 11.0) -> Figure:
-    """Charts one below the other, a legend under them."""
+    """Charts one below the other, a legend under them. `width` is in inches."""
     if not drawn:
         raise ValueError("nothing to draw: at least one timeline is needed")
     heights = [rows_height(c.timeline.workers) for c in drawn]

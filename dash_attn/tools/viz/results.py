@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dash_attn.tools.bench.json_text import from_json
+from dash_attn.tools.bench.report import dated, days
 from dash_attn.tools.viz.gantt_chart import save
 from dash_attn.tools.viz.plots import DARK, DRAWN, LIGHT, figure_of
 
@@ -36,7 +37,7 @@ def plot(files: Sequence[Path], out: Path, *, dark: bool = False, kind: str = "p
 
 
 def gathered(files: Sequence[Path]) -> dict[str, Result]:
-    """Results by suite, with the commands and notes of their files.
+    """Results by suite, with the commands, notes and dates of their files.
 
     Files of one suite are put together. A grid also times the pairs of `price`, so it stands for `price` too.
     """
@@ -47,9 +48,11 @@ def gathered(files: Sequence[Path]) -> dict[str, Result]:
         mine, theirs = (each["environment"].get("device") for each in (result, whole))
         if mine != theirs:
             raise ValueError(f"{file}: measured on {mine}, another {result['suite']} file on {theirs}: give one GPU's")
-        whole["rows"].extend(result["rows"])
+        whole["rows"].extend(dated(result["rows"], result["environment"]))
         for name in ("command", "note"):
             whole[f"{name}s"] += str(result["environment"].get(name) or "").splitlines()
+    for whole in suites.values():
+        whole["environment"] = {**whole["environment"], "date": days(whole["rows"])}
     priced = [row for row in suites.get("grid", {}).get("rows", []) if "ours" in row.get("pairs", {})]
     if priced:
         suites.setdefault("price", {**suites["grid"], "suite": "price", "rows": priced})
@@ -61,7 +64,7 @@ def read(file: Path) -> Result:
     if not file.is_file():
         raise ValueError(f"no such file: {file}")
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = from_json(file.read_text(encoding="utf-8"))
         suite, rows = ("audit", result["entries"]) if "entries" in result else (result["suite"], result["rows"])
         environment = dict(result["environment"])
     except (ValueError, KeyError, TypeError):

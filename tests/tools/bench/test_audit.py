@@ -23,13 +23,15 @@ from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit import audit as audits
 from dash_attn.tools.bench.audit import watch
 from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
-from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, merge
+from dash_attn.tools.bench.audit.compare import bits, differences, in_bursts, largest, merge
 from dash_attn.tools.bench.audit.step import KEYWORDS, load, made
 from dash_attn.tools.bench.audit.targets import Conditions, parse, target_of
 from dash_attn.tools.bench.audit.watch import Hear, Heard, watched
 from dash_attn.tools.bench.record import write_json
 from dash_attn.tools.cli.audit import shown
 from dash_attn.tools.cli.main import main as dash_attn_command
+from dash_attn.tools.viz.evidence import evidence
+from dash_attn.tools.viz.results import read
 
 PROBLEM = Problem(1, 2, 1, 768, 768, 16, "float32", mask=CAUSAL)
 CPU = torch.device("cpu")
@@ -272,7 +274,9 @@ def test_a_drawn_pack(in_process: None, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["dash-attn", "audit", "--mask", "full", "--add"])  # recorded as the command
     assert main([*told, "--mask", "full", "--add"]) == 0
     longer = json.loads(report.read_text())
-    assert longer["entries"][: len(entries)] == entries and len(longer["entries"]) == len(entries) * 3 // 2
+    today = longer["environment"]["date"]
+    assert longer["entries"][: len(entries)] == [{**entry, "date": today} for entry in entries]
+    assert {entry["date"] for entry in longer["entries"]} == {today} and len(longer["entries"]) == len(entries) * 3 // 2
     assert len(longer["environment"]["command"].splitlines()) == 2 and longer["ok"]
     assert longer["counts"]["runs"] == sum(entry["runs"] for entry in longer["entries"]) == 12
 
@@ -342,6 +346,28 @@ def test_exit_status_and_json(in_process: None, fakes: str, step: Path, tmp_path
     assert report["complete"] and report["ok"]
     assert main([*common, "--target", f"{fakes}:differs"]) == 1
     assert "NOT all bits equal" in capsys.readouterr().out
+
+
+def test_equal_bits_are_not_apart_and_what_is_not_finite_is_infinitely_far() -> None:
+    odd = torch.tensor([1.0, torch.nan, torch.inf])
+    assert largest(odd, odd.clone()) == 0 and largest(odd, odd + torch.tensor([0.5, 0.0, 0.0])) == 0.5
+    for place in (1, 2):
+        assert largest(odd, odd.index_fill(0, torch.tensor([place]), 2.0)) == torch.inf
+
+
+def test_a_nan_is_reported_and_can_be_read(in_process: None, fakes: str, step: Path, tmp_path: Path, capsys) -> None:
+    """JSON has no NaN: values that are not finite are strings, and what is read again has numbers."""
+    out = tmp_path / "report.json"
+    told = ["--cpu", "--step", str(step), "--stress", "plain", "--repeats", "3", "--target", f"{fakes}:nans"]
+    assert main([*told, "--json", "--out", str(out)]) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert report == json.loads(out.read_text(), parse_constant=pytest.fail)
+    (entry,) = report["entries"]
+    dq = entry["tensors"]["dq"]
+    assert (entry["status"], dq["values"][0], dq["largest"]) == ("DIFFERS", "nan", "inf")
+    assert read(out)["rows"][0]["tensors"]["dq"]["largest"] == torch.inf
+    assert main([*told, "--add", "--out", str(out)]) == 1 and "(nan for " in capsys.readouterr().out
+    assert evidence([out], tmp_path / "page.html").is_file()
 
 
 def test_a_run_that_is_cut_off_leaves_what_it_found(in_process: None, fakes: str, step: Path, tmp_path, capsys) -> None:

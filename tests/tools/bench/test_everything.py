@@ -136,6 +136,13 @@ def test_counts(says: dict[str, Any]) -> None:
     assert audit_all(1, KINDS, HOW, kept.append)["ok"]
 
 
+def test_a_part_that_tries_nothing_does_not_pass(says: dict[str, Any]) -> None:
+    says["forks"] = {}
+    report = audit_all(1, KINDS, HOW, lambda _: None)
+    assert report["complete"] and not report["ok"] and not any(part["failed"] for part in report["parts"])
+    assert "NOT all promises hold" in shown_parts(report) and "forks: nothing was tried" in shown_parts(report)
+
+
 def test_the_seed_of_the_command_reaches_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 

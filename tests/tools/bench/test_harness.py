@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -22,12 +23,14 @@ from dash_attn.tools.bench.measure import Settings, deviation, measure
 from dash_attn.tools.bench.operands import draw, draw_extras, draw_operands, error, exact, exact_part, input_sets
 from dash_attn.tools.bench.ours import Ours, Way
 from dash_attn.tools.bench.peers import PEERS, insist, peer
-from dash_attn.tools.bench.suites import SUITES
+from dash_attn.tools.bench.suites import OPTIONS, SUITES
 from dash_attn.tools.bench.timing import Timing
 from dash_attn.tools.bench.variants import Variant, reason
 from dash_attn.tools.cli.bench import EffortOptions, SuiteOptions, cases_of, settings_of
 from dash_attn.tools.cli.main import main as dash_attn_command
 from dash_attn.tools.cli.shapes import ShapeOptions
+from dash_attn.tools.viz.evidence import evidence
+from dash_attn.tools.viz.results import plot
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -61,7 +64,8 @@ def test_models_have_their_real_dimensions() -> None:
 
 def test_every_suite_has_known_peers_and_a_smaller_quick_form() -> None:
     for suite in SUITES.values():
-        assert set(suite.peers) | set(suite.quick_peers) <= set(PEERS)
+        assert set(suite.peers) | set(suite.quick_peers) <= set(PEERS) and set(suite.takes) <= set(OPTIONS)
+        assert not suite.peers or "--peers" in suite.takes
         assert 0 < len(suite.quick()) < len(suite.cases())
 
 
@@ -244,15 +248,17 @@ def main(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("suite", ["price", "deviation", "block"])
 def test_a_run_on_the_cpu(suite: str, tmp_path: Path, capsys) -> None:
-    quick = ["--cpu", "--quick", "--rounds", "1", "--budget-ms", "1", "--mask", "causal", "--peers", "torch_math,fa4"]
-    assert main([*quick, "--suite", suite, "--out", str(tmp_path / "r.json")]) == 0
+    quick = ["--cpu", "--quick", "--suite", suite, "--mask", "causal", "--policy", "auto,descending"]
+    quick += [] if suite == "block" else ["--peers", "torch_math,fa4"]
+    quick += [] if suite == "deviation" else ["--rounds", "1"]
+    assert main([*quick, "--out", str(tmp_path / "r.json")]) == 0
     out, result = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
     assert result["suite"] == suite and result["environment"]["torch"] == torch.__version__
     assert "missing: fa4 (everywhere): runs on GPUs only" in out
     (row,) = result["rows"]
     assert row["missing"]["fa4"] == "runs on GPUs only"
     ran = row["deviation" if suite == "deviation" else "us"]
-    assert ran and (suite == "block" or {"torch math"} < set(ran))
+    assert "descending" in ran and len(ran) > 1 and (suite == "block" or "torch math" in ran)
 
 
 def test_json_is_one_value(capsys) -> None:
@@ -272,16 +278,47 @@ def test_a_second_run_adds_to_the_file(tmp_path: Path, capsys) -> None:
     assert main([*quick, "--mask", "causal"]) == 0 and main([*quick, "--mask", "full", "--add"]) == 0
     both = json.loads(file.read_text())
     assert [row["cell"] for row in both["rows"]] == ["d64 causal 256", "d64 full 256"]
+    assert {row["date"] for row in both["rows"]} == {both["environment"]["date"]}
     both["rows"][0]["default"] = "earlier"
+    both["environment"]["date"] = "2020-01-01"
+    del both["rows"][0]["date"], both["rows"][1]["date"]  # a file whose rows have the date of their file
     file.write_text(json.dumps(both))
     assert main([*quick, "--mask", "causal", "--add"]) == 0
     again = json.loads(file.read_text())["rows"]
+    assert again[0]["date"] > again[1]["date"] == "2020-01-01"
     assert [(row["cell"], row["default"]) for row in again] == [("d64 causal 256", "fa3"), ("d64 full 256", "fa3")]
     capsys.readouterr()
     assert main([*quick, "--suite", "price", "--add"]) == 2
     assert "holds suite grid, this run is suite price" in capsys.readouterr().err
     file.write_text(json.dumps({**both, "environment": {**both["environment"], "torch": "0.1"}}))
     assert main([*quick, "--add"]) == 2 and "torch was 0.1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["grid", "deviation"])
+def test_a_nan_is_reported_and_can_be_read(suite: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    calls = itertools.count()
+
+    def broken(problem: Problem, sets):
+        def call():
+            value = 1.0 if next(calls) % 3 == 1 else torch.nan
+            return tuple(torch.full_like(x, value) for x in sets[0][1:4])
+
+        return [call]
+
+    monkeypatch.setitem(PEERS, "broken", Variant("broken", True, broken))
+    quick = ["--cpu", "--quick", "--suite", suite, "--mask", "full", "--peers", "broken"]
+    file = tmp_path / "r.json"
+    assert main([*quick, "--json", "--out", str(file)]) == 1
+    (result,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert result == json.loads(file.read_text(), parse_constant=pytest.fail)
+    (row,) = result["rows"]
+    if suite == "grid":
+        assert row["error"]["broken"] == "nan"
+    else:  # some passes have numbers: they are infinitely far from the first
+        assert row["deviation"]["broken"]["worst"] == {"dq": "inf", "dk": "inf", "dv": "inf"}
+        assert "passes differ" in row["failed"]["broken"]
+    assert main([*quick, "--add", "--out", str(file)]) == 1
+    assert plot([file], tmp_path) and evidence([file], tmp_path / "page.html").is_file()
 
 
 def test_without_rich_progress_is_plain_text(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -306,6 +343,17 @@ def test_without_a_gpu_the_way_out_is_named(capsys) -> None:
     assert main(["--suite", "grid"]) == 2 and "--cpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("suite", ["grid", "host", "all"])
+def test_a_gpu_that_is_not_hopper_is_refused_before_any_work(suite: str, monkeypatch, tmp_path: Path, capsys) -> None:
+    answers = {"is_available": True, "current_device": 0, "get_device_capability": (8, 0), "get_device_name": "A GPU"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    assert main(["--suite", suite, "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "--cpu" in err and "A GPU (compute capability 8.0)" in err and err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -317,6 +365,15 @@ def test_without_a_gpu_the_way_out_is_named(capsys) -> None:
         (["--seqlen", "17", "--cpu"], "--seqlen"),
         (["--config", "{", "--cpu"], "JSON"),
         (["--suite", "all", "--cpu", "--out", "x.json"], "folder"),
+        (
+            ["--suite", "host", "--peers", "none", "--policy", "spt", "--config", "{}"],
+            "--peers, --policy, --config: suite",
+        ),
+        (["--suite", "host", "--rounds", "3"], "suite host takes none of these"),
+        (["--suite", "block", "--no-any", "--deterministic"], "--any, --deterministic: suite block takes --policy"),
+        (["--suite", "block", "--budget-ms", "3", "--lead-ms", "3"], "--budget-ms, --lead-ms: suite block"),
+        (["--suite", "step", "--policy", "spt", "--any"], "--policy, --any: suite step takes --peers"),
+        (["--suite", "deviation", "--rounds", "3"], "--rounds: suite deviation takes --peers"),
     ],
 )
 def test_mistakes_are_named(arguments: list[str], says: str, capsys) -> None:

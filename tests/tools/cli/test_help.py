@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,36 @@ def test_no_help_text_is_cut(name: str, capsys: pytest.CaptureFixture[str], monk
         assert parameter.help, f"{name}: {parameter.name} has no help text"
         assert squeezed(parameter.help) in squeezed(shown), parameter.name
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_values_have_words_and_no_python_types(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = help_of(capsys, monkeypatch, name)
+    assert "<" not in shown and "[arguments]" not in shown
+    for parameter in COMMANDS[name].params:
+        if not getattr(parameter, "is_flag", False) and parameter.name != "help":
+            assert parameter.metavar and parameter.metavar in shown, parameter.name
+
+
+def test_defaults_of_workers_are_those_of_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert squeezed("one a kv tile") in squeezed(help_of(capsys, monkeypatch, "simulate"))
+    shown = squeezed(help_of(capsys, monkeypatch, "explain"))
+    assert squeezed("the GPU's SMs, 132 without one, or all CPU threads") in shown and "kvtile" not in shown
+
+
+def test_the_reference_says_who_has_no_policy() -> None:
+    """Every command of the section about problems has every option of its table, but for those that it names."""
+    text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    section = text.partition("## A problem")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)
+    for name in ("explain", "simulate", "compare", "search", "trace"):
+        spelled = {spelling for option in COMMANDS[name].params for spelling in option.opts}
+        for option in set(table) - spelled:
+            assert f"`{name}` has no `{option}`" in section
 
 
 def test_a_word_means_the_same_in_every_command() -> None:

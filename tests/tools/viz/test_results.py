@@ -8,6 +8,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
+from dash_attn.tools.viz.evidence import evidence
 from dash_attn.tools.viz.plots import DRAWN
 from dash_attn.tools.viz.results import gathered, plot, read
 from tests.tools.viz.results import audit, result, row, us, write
@@ -55,6 +56,25 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         plot([], tmp_path, kind="gif")
     with pytest.raises(ValueError, match="mine"):
         plot([write(tmp_path / "r.json", result("mine"))], tmp_path)
+
+
+def test_rows_of_several_days_are_named(tmp_path: Path) -> None:
+    """Each row has the date of its run: that of its file, or its own where runs were joined."""
+    first, second = result("grid", date="2026-01-02"), result("grid", date="2026-01-05")
+    first["rows"][0]["date"] = "2026-01-01"
+    files = [write(tmp_path / f"{i}.json", each) for i, each in enumerate((first, second))]
+    grid = gathered(files)["grid"]
+    assert [row["date"][-2:] for row in grid["rows"]] == ["01", *["02"] * 3, *["05"] * 4]
+    assert grid["environment"]["date"] == "2026-01-01 and 2026-01-02 and 2026-01-05"
+    page = evidence(files[:1], tmp_path / "page.html").read_text()
+    assert "Some GPU, 2026-01-01 and 2026-01-02" in page
+    assert gathered(files[1:])["grid"]["environment"]["date"] == "2026-01-05"
+
+
+def test_the_runs_of_a_committed_file_are_told_apart() -> None:
+    grid = gathered([RESULTS / "grid_close_h200.json"])["grid_close"]
+    assert grid["environment"]["date"] == "2026-11-16 and 2026-11-18"
+    assert {(row["shape"]["dim"], row["date"]) for row in grid["rows"]} == {(128, "2026-11-16"), (64, "2026-11-18")}
 
 
 def test_an_audit_is_a_suite(tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(WORDS[x.element_size()])
 
 
+def largest(a: Tensor, b: Tensor) -> float:
+    """Largest difference of two elements: 0 where all bits are equal, infinite if one of the two is not finite."""
+    apart = (a.double() - b.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return float(apart.masked_fill(bits(a) == bits(b), 0).max())
+
+
 def note(got: tuple[Tensor, ...], want: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> None:
     """Copy the elements that differ to `kept`. The host does not wait, and a CUDA graph can hold it."""
     for x, expected, differing in zip(got, want, kept, strict=True):
@@ -61,7 +67,7 @@ def differences(
             "elements": int(apart.sum()),
             "first": list(where),
             "values": [float(a[where]), float(b[where])],
-            "largest": float((a.double() - b.double()).abs().nan_to_num(nan=float("inf")).max()),
+            "largest": largest(a, b),
         }
     return apart_by_name
 

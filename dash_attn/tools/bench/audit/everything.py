@@ -45,7 +45,7 @@ def audit_all(minutes: float, parts: Sequence[str], how: AuditSettings, keep: Ca
         return {
             "parts": [*done, *last],
             "complete": complete,
-            "ok": complete and not any(part["failed"] for part in done),
+            "ok": complete and all(part["count"] and not part["failed"] for part in done),  # nothing tried, no pass
         }
 
     keep(report())
