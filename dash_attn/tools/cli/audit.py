@@ -282,7 +282,10 @@ def shown_invariance(report: Report) -> str:
     text = [text_table(["case", "same bits", *targets], lines)]
     text += [f"{e['case']}, {e['target']}, {e['stressor']}: {e['why']}" for e in report["entries"] if e["why"]]
     if any(e["target"] == CONTROL and e["status"] == "same bits" for e in report["entries"]):
-        text.append(f"{CONTROL}: it changes its order and keeps its bits, so this audit notices nothing")
+        text.append(
+            f"{CONTROL}: it changes its order and keeps its bits, so this audit notices nothing. A short sequence has "
+            "one tile, and so one order: give a longer --seqlen"
+        )
     return "\n".join([*text, verdict(report)])
 
 
