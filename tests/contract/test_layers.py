@@ -365,27 +365,6 @@ def test_modules_say_what_they_hold() -> None:
     assert not errors, f"named after nothing in particular: {errors}"
 
 
-def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
-    """`import a.b` would give the module or the function, by what was imported first."""
-    errors = [
-        f"{shown(path)} has {name}, and a module of this name stands beside it"
-        for path in package_files()
-        if path.name == "__init__.py"
-        for name in names_in(ast.parse(path.read_text(encoding="utf-8")))
-        if (path.parent / f"{name}.py").is_file() or (path.parent / name / "__init__.py").is_file()
-    ]
-    assert not errors, "\n".join(errors)
-
-
-def names_in(module: ast.Module) -> Iterator[str]:
-    """The functions and classes of a module, and what it imports."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-
-
 # ---- the checker itself ------------------------------------------------------------------------------------
 
 SAMPLE = """

@@ -1,4 +1,4 @@
-"""One word, one meaning: no two classes of the package have the same name."""
+"""One word, one meaning: no two classes have the same name, nor a module and what its package exports."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def _is_own(node: ast.Import | ast.ImportFrom) -> bool:
     return isinstance(node, ast.ImportFrom) and (node.level > 0 or (node.module or "").startswith("dash_attn"))
 
 
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """The functions and classes of a module, and what it imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
 def places(sources: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Where each class stands, by its name. The sources are pairs of a file and its text."""
     at = defaultdict[str, list[str]](list)
@@ -53,6 +62,18 @@ def package() -> list[tuple[str, str]]:
 def test_no_two_classes_have_one_name() -> None:
     errors = [f"{name}: {'; '.join(where)}" for name, where in sorted(places(package()).items()) if len(where) > 1]
     assert not errors, "rename all but one:\n" + "\n".join(errors)
+
+
+def test_no_module_is_shadowed_by_a_name_of_its_package() -> None:
+    """Else `a.b` is the module or the function, whichever Python has loaded last."""
+    errors = [
+        f"{shown(path)} has {name}, and a module of this name stands beside it"
+        for path in package_files()
+        if path.name == "__init__.py"
+        for name in names_in(ast.parse(path.read_text(encoding="utf-8")))
+        if (path.parent / f"{name}.py").is_file() or (path.parent / name / "__init__.py").is_file()
+    ]
+    assert not errors, "\n".join(errors)
 
 
 def test_every_word_of_the_design_is_one_class() -> None:
