@@ -159,6 +159,10 @@ class Backend(Protocol):
 
     def workers(self, plan: Planned) -> int: ...
 
+    def co_resident(self, plan: Planned) -> int:
+        """The number of workers that must run at the same time. A backward with fewer is refused."""
+        ...
+
     def workspace_bytes(self, plan: Planned) -> int: ...
 
     def held(self, pack: Pack, options: Options) -> Held:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -95,6 +96,15 @@ class PackedTemplate:
         contributors = frozen(np.zeros(q_tiles, np.int32))
         facts = (0, 0, 0, q_tiles, 0, 0, 0, q_tiles, 0)
         return PackedTemplate(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
+
+
+def needed_workers(orders: Iterable[PackedTemplate]) -> int:
+    """The number of workers that must run at the same time, if they draw the tickets of a pack of these templates.
+
+    It can be more than the plans of the panels need. A worker draws a ticket while it still works on the one before, so
+    each bundle from the first to the last that wait for each other needs a worker of its own.
+    """
+    return max((each.facts[Fact.CO_RESIDENT] for each in orders), default=0)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,25 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.launch import compose
-from dash_attn.order import applicable
+from dash_attn.order import POLICIES, applicable
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain
+from dash_attn.simulate import Tickets
 from dash_attn.tiling import TileShape, TileState, tile
+from dash_attn.tools.cli.workload import policies_of
 from tests.pack.machine import ChainEnd, PackedTask, play, ticket_steps
 from tests.strategies import boundaries, document_masks, examples, shapes, windows
 
-POLICIES = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
+ORDERS = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
 SHAPE = TileShape(4, 8)
 
 
@@ -36,7 +41,7 @@ def packs(draw: st.DrawFn) -> Problem:
 
 
 @examples(200)
-@given(packs(), shapes, st.sampled_from(POLICIES), st.booleans())
+@given(packs(), shapes, st.sampled_from(ORDERS), st.booleans())
 def test_every_tile_of_every_sequence_is_done_once_in_turn(
     problem: Problem, shape: TileShape, policy: str, by_head: bool
 ) -> None:
@@ -81,7 +86,7 @@ def test_what_no_task_writes_is_known(problem: Problem, shape: TileShape) -> Non
 
 
 @examples(100)
-@given(packs(), shapes, st.sampled_from(POLICIES))
+@given(packs(), shapes, st.sampled_from(ORDERS))
 def test_each_head_of_a_sequence_has_the_order_of_its_plan(problem: Problem, shape: TileShape, policy: str) -> None:
     """The plan of a sequence has all heads, a template has one. Both run the same tasks in the same turns."""
     made = assemble(problem, shape, policy)
@@ -96,6 +101,20 @@ def test_each_head_of_a_sequence_has_the_order_of_its_plan(problem: Problem, sha
         head = kv_head * problem.group + all_tasks.head
         planned = np.stack([head, all_tasks.q, kv_tile, all_tasks.turn], axis=1).tolist()
         assert sorted(tasks.get(number, [])) == sorted(map(tuple, planned)), number
+
+
+@examples(200)
+@given(st.data(), packs(), shapes, st.sampled_from([None, 2, 8]))
+def test_what_runs_tickets_says_how_many_workers_they_need(
+    data: st.DataObject, problem: Problem, shape: TileShape, width: int | None
+) -> None:
+    pack = Pack(problem, lambda _: shape)
+    name = data.draw(st.sampled_from(["auto", *policies_of(pack)]))
+    is_wide = width is not None and name != "auto" and POLICIES[name].windowed
+    pack = dataclasses.replace(pack, policy=f"{name}:{width}" if is_wide else name)
+    needed = Sm90Backend(torch.device("cuda")).co_resident(pack)
+    assert needed == assemble(problem, shape, pack.policy).co_resident == Tickets.of(pack).co_resident
+    assert max(1, needed) >= CpuBackend().co_resident(pack), "a worker that draws ahead cannot go back"
 
 
 def test_the_longest_sequence_is_launched_first() -> None:

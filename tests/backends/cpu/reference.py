@@ -44,7 +44,7 @@ def run(planned: Planned, given: Operands, *, workers: int | None = None, **conf
     which `prepare` does not let them."""
     into = Gradients(*(torch.full_like(x, math.nan) for x in given[1:4]))
     if workers is not None:
-        config["workers"] = max(workers, planned.co_resident)
+        config["workers"] = max(workers, CpuBackend().co_resident(planned))
     CpuBackend().backward(planned, Options(kernel=tuple(config.items())))(given, into)
     return into
 

@@ -91,6 +91,21 @@ def test_without_panels_nothing_is_folded(monkeypatch):
     assert kinds == [False] and run.tables.n_kv == len(kv_tiles) == 1 + 5
 
 
+def test_a_pack_is_refused_with_fewer_workers_than_are_said(monkeypatch):
+    """Tickets of a window need more workers than the plans of its documents."""
+    cpu = torch.device("cpu")
+    sm90 = backend.Sm90Backend(cpu)
+    mask = documents([0, 700, 2200]) & window(300, 0)
+    pack = Pack(Problem(1, 4, 4, 2200, 2200, 128, mask=mask), sm90.tile_shape, "diagonal:8")
+    assert sm90.co_resident(pack) == 6 > max(each.co_resident for each in pack.plans.values())
+    monkeypatch.setattr(launch, "kernels", lambda *_: (None, None, None, None))
+    monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
+    monkeypatch.setattr(backend, "resident_workers", lambda device: 6)
+    assert backend.pack_launch_of(pack, Options(), cpu).tables.workers == 6
+    with pytest.raises(ValueError, match="sm_margin=1 leaves 5 SMs: this order needs 6 co-resident workers, 5 are"):
+        backend.pack_launch_of(pack, Options(sm_margin=1), cpu)
+
+
 def test_panels_of_a_window_with_a_right_side_are_refused():
     problem = Problem(1, 4, 2, 700, 700, 128, mask=window(100, 20), panels=2)
     for ask in (backend.Sm90Backend(torch.device("cuda")).forward, backend.config_of):

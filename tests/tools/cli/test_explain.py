@@ -81,9 +81,16 @@ def test_documents_are_explained_together(capsys, backend):
         assert said["tickets"] > 0 and said["critical_path"]
 
 
+NEEDS = {
+    "causal": ["--mask", "causal-documents:300,24,2400"],
+    "window": ["--mask", "documents:700,1500", "--window", "300,0", "--policy", "diagonal:8"],
+}
+
+
+@pytest.mark.parametrize("words", NEEDS.values(), ids=NEEDS)
 @pytest.mark.parametrize("backend", ["sm90", "cpu"])
-def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend):
-    sizes = ["--heads", 2, "--seqlen", 2724, "--mask", "causal-documents:300,24,2400", "--backend", backend]
+def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend, words):
+    sizes = ["--heads", 2, *words, "--backend", backend]
     needed = json.loads(run(capsys, "explain", *sizes, "--json"))["co_resident"]
     out, err, code = called(capsys, "explain", *sizes, "--workers", needed - 1)
     assert (out, code) == ("", 2) and f"needs {needed} co-resident workers, {needed - 1} are there" in err
