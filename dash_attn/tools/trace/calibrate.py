@@ -21,8 +21,7 @@ import numpy.typing as npt
 from dash_attn.backends.sm90.config import KernelConfig, select
 from dash_attn.launch import compose
 from dash_attn.lazily import cached_property
-from dash_attn.order import POLICIES, looks_at_batch
-from dash_attn.order.policies import choose
+from dash_attn.order import POLICIES, looks_at_batch, resolve
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import play
 from dash_attn.simulate import Machine
@@ -341,7 +340,7 @@ def hold(models: dict[int, CallModel], samples: Sequence[Sample]) -> Calibration
 
 
 def _report(cell: Cell, main_only: bool, predicted: Sequence[tuple[Sample, float]]) -> CellReport:
-    auto = Sample(cell, str(choose(cell.tiling())), 0.0)
+    auto = Sample(cell, str(resolve(cell.tiling(), "auto")), 0.0)
     same = [s.policy for s, _ in predicted if s.runs == auto.runs]
     files = sorted({file for s, _ in predicted for file in s.files})
     return CellReport(
