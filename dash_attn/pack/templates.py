@@ -14,14 +14,13 @@ from dash_attn.order import require_alone
 from dash_attn.pack.rounds import awaited, rounds_of
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
-from dash_attn.program import RUN, Chain, Program
+from dash_attn.program import RUN, RUN_WIDTH, Chain, Program
 from dash_attn.program.program import Int32, Longs, frozen
 from dash_attn.tiling import TileShape
 
 KEPT_BYTES = 64 * 2**20  # of the templates of a family
 FAMILIES = 8  # families that are kept
 BITS = 32  # bits of a length in a code
-RUN_WIDTH = len(RUN) + 1  # a run and a zero: 32 bytes, which a GPU loads at once
 
 
 class Fact(IntEnum):
@@ -53,7 +52,7 @@ class PackedTemplate:
 
     bundles       columns PackedBundle, in launch order
     chains        kv tile, first run and number of runs; the chains of a bundle are neighbours
-    runs          the columns RUN, and a zero
+    runs          the columns RUN, and zeros up to RUN_WIDTH
     contributors  contributions to the dQ tile of each q tile
     rounds        the number of bundles of each round
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, Round, assemble
-from dash_attn.program import CHAIN, Board, Chain, Sequences
+from dash_attn.program import CHAIN, RUN, Board, Chain, Sequences
 from dash_attn.program.board import parts_of
 from dash_attn.program.program import Longs, frozen, tasks_before
 
@@ -72,7 +72,7 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     chains[:, Chain.KV_TILE] = assembly.chains[at, PackedChain.KV_TILE]
     chains[:, Chain.FIRST_RUN] = assembly.chains[at, PackedChain.FIRST_RUN]
     chains[:, Chain.NUM_RUNS] = assembly.chains[at, PackedChain.NUM_RUNS]
-    runs = np.ascontiguousarray(assembly.runs[:, :-1])
+    runs = np.ascontiguousarray(assembly.runs[:, : len(RUN)])
 
     dq_tiles, kv_tiles = sizes.heads_q * num_q, sizes.heads_kv * num_kv
     dq_tile = _before(dq_tiles)[doc] + q_head * num_q[doc]

@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from dash_attn.pack import Assembly, Round
-from dash_attn.program import Program, Sequences
+from dash_attn.program import RUN, RUN_WIDTH, Program, Sequences
 
 from .config import MOST_TURNS
 
 NO_LIMIT = 1 << 29  # tokens that a window without a limit reaches
-RUN_WORDS = 8  # words of a run on the device: the columns RUN and one zero, so that a row is two 16-byte loads
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """The tables of a verified and placed Program that the kernel reads: int32, contiguous."""
 
-    chains: Tensor  # [C, 5] columns CHAIN
-    runs: Tensor  # [R, 8] columns RUN and one column of zeros
+    chains: Tensor  # [C, len(CHAIN)] columns CHAIN
+    runs: Tensor  # [R, RUN_WIDTH] columns RUN, and zeros
     worker_first: Tensor  # [W + 1]
     worker_chains: Tensor  # [C]
     contributors: Tensor  # [n_q]
@@ -66,8 +65,8 @@ class DeviceTables:
         check_turns(program.contributors)
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
-        padded = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
-        padded[: len(program.runs), : program.runs.shape[1]] = program.runs
+        padded = np.zeros((max(1, len(program.runs)), RUN_WIDTH), np.int32)
+        padded[: len(program.runs), : len(RUN)] = program.runs
         parts = [program.chains, padded, first, placement.chains, program.contributors, *rows]  # all of them int32
         views = joined(parts, device)
         chains, runs, worker_first, worker_chains, contributors, *intervals = views

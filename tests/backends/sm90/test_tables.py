@@ -12,6 +12,7 @@ from dash_attn.distributed.routes import Routes
 from dash_attn.pack import Pack, assemble
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.program import RUN, RUN_WIDTH
 from dash_attn.tiling import TileShape
 
 
@@ -26,7 +27,8 @@ def test_tables_are_the_program(mask: Mask, workers: int, monkeypatch):
     program, placed = planned.program, placement(planned, workers)
     tables = backend.launch_of(planned, Options(), cpu).tables
     assert np.array_equal(tables.chains.numpy(), program.chains)
-    assert np.array_equal(tables.runs.numpy()[:, :7], program.runs) and not tables.runs[:, 7].any()
+    assert np.array_equal(tables.runs.numpy()[:, : len(RUN)], program.runs) and not tables.runs[:, len(RUN) :].any()
+    assert tables.runs.shape[1] == RUN_WIDTH == 8, "two loads of 16 bytes"
     assert np.array_equal(tables.contributors.numpy(), program.contributors)
     busy = [b for a, b in zip(placed.first, placed.first[1:], strict=False) if a < b]
     assert tables.worker_first.tolist() == [0, *busy]  # workers without chains are left out
