@@ -13,6 +13,8 @@ from dash_attn.pack import Pack
 from dash_attn.plan import plan
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.simulate import Machine, simulate
+from dash_attn.tiling import TileShape
 from dash_attn.tools.cli.absent import AbsentSm90
 from dash_attn.tools.cli.main import main
 
@@ -132,6 +134,18 @@ def test_the_model_is_that_of_the_head_dim(capsys):
     assert makespans[64]["makespan"] < 0.7 * makespans[128]["makespan"]
     said = json.loads(run(capsys, "explain", *sizes, "--head-dim", 64))
     assert said["makespan_us"] == makespans[64]["makespan"] >= max(said["lower_bounds_us"].values())
+
+
+@pytest.mark.parametrize("backend", ["sm90", "cpu"])
+@pytest.mark.parametrize(("dim", "tile_dim"), [(40, 64), (64, 64), (72, 128), (128, 128)])
+def test_the_fitted_model_is_that_of_the_head_dim_of_tiles(capsys, dim, tile_dim, backend):
+    rows = [
+        json.loads(run(capsys, "simulate", *words, "--backend", backend, "--model", "h200", "--json"))
+        for words in (["--q-tiles", 4, "--head-dim", dim], ["--q-tiles", 4, "--head-dim", tile_dim])
+    ]
+    problem = Problem(1, 1, 1, 8, 8, mask=CAUSAL)
+    result = simulate(plan(problem, TileShape(2, 2)).program, 4, Machine.h200(tile_dim), record=False)
+    assert rows[0] == rows[1] and rows[0]["makespan"] == result.makespan
 
 
 def test_the_critical_path_is_named(capsys):

@@ -14,12 +14,11 @@ import pytest
 from dash_attn.launch import compose
 from dash_attn.order import looks_at_batch
 from dash_attn.problem import CAUSAL, Mask, Problem, tiles, window
-from dash_attn.simulate import Machine, simulate
+from dash_attn.simulate import H200_SMS, Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.ours import USUAL
 from dash_attn.tools.trace.calibrate import (
     BEGIN,
-    WORKERS,
     CallModel,
     Cell,
     CellReport,
@@ -173,7 +172,7 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
     machine = Machine.h200(dim, cell.config.last_finishes)
 
     def makespan(policy: str) -> float:
-        return simulate(compose(cell.tiling(), policy), WORKERS, machine, record=False).makespan
+        return simulate(compose(cell.tiling(), policy), H200_SMS, machine, record=False).makespan
 
     taken = makespan("auto")
     best = min((name for name in USUAL[mask] if not looks_at_batch(name)), key=makespan)
