@@ -84,7 +84,8 @@ def _instances(table, template_of, facts, numbers, width):  # type: ignore[no-un
     for d in range(len(order)):
         s = order[d]
         t, doc = template_of[s], docs[d]
-        q_row, k_row, len_q, len_k = table[s]
+        q_row, len_q = table[s, SequenceColumn.Q_ROW], table[s, SequenceColumn.LEN_Q]
+        k_row, len_k = table[s, SequenceColumn.K_ROW], table[s, SequenceColumn.LEN_K]
         doc[Doc.Q_TILE], doc[Doc.KV_TILE] = q_tile, kv_tile
         doc[Doc.Q_ROW], doc[Doc.K_ROW], doc[Doc.Q_ROWS], doc[Doc.K_ROWS] = q_row, k_row, len_q, len_k
         doc[Doc.BUNDLE], doc[Doc.BUNDLES] = first_bundle[t], facts[t, Fact.BUNDLES]

@@ -12,6 +12,7 @@ import numpy as np
 from dash_attn.kept import Kept
 from dash_attn.order import require_alone
 from dash_attn.pack.rounds import awaited, rounds_of
+from dash_attn.pack.tables import PackedBundle, PackedChain
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
 from dash_attn.program import RUN, RUN_WIDTH, Chain, Program
@@ -51,7 +52,7 @@ class PackedTemplate:
     """The order of one panel, counted from its own first row of each table.
 
     bundles       columns PackedBundle, in launch order
-    chains        kv tile, first run and number of runs; the chains of a bundle are neighbours
+    chains        columns PackedChain; the chains of a bundle are neighbours
     runs          the columns RUN, and zeros up to RUN_WIDTH
     contributors  contributions to the dQ tile of each q tile
     rounds        the number of bundles of each round
@@ -79,22 +80,40 @@ class PackedTemplate:
         sizes = np.diff(program.bundle_first)[panel[program.bundle_first[:-1]] == 0]
         runs = np.zeros((len(program.runs), RUN_WIDTH), np.int32)
         runs[:, : len(RUN)] = program.runs
-        tasks, blind = program.num_tasks // g.num_groups, int((program.contributors == 0).sum())
         later = awaited(program)
-        rounds, co_resident = rounds_of(later), 1 + int(later.max())
-        facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind, len(rounds))
-        bundles = np.stack([np.cumsum(sizes) - sizes, sizes, later], axis=1).astype(np.int32)
+        rounds = rounds_of(later)
+        bundles = np.empty((len(sizes), len(PackedBundle)), np.int32)
+        bundles[:, PackedBundle.FIRST_CHAIN], bundles[:, PackedBundle.NUM_CHAINS] = np.cumsum(sizes) - sizes, sizes
+        bundles[:, PackedBundle.AWAITS] = later
+        facts = {
+            Fact.BUNDLES: len(bundles),
+            Fact.CHAINS: len(chains),
+            Fact.RUNS: len(runs),
+            Fact.Q_TILES: g.num_q,
+            Fact.TASKS: program.num_tasks // g.num_groups,
+            Fact.CO_RESIDENT: 1 + int(later.max()),
+            Fact.SHARE: g.share,
+            Fact.BLIND: int((program.contributors == 0).sum()),
+            Fact.ROUNDS: len(rounds),
+        }
         return PackedTemplate(
-            frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), facts
+            frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), _in_columns(facts)
         )
 
     @staticmethod
     def idle(q_tiles: int) -> PackedTemplate:
         """A sequence without queries or without keys has nothing to do."""
-        empty = np.zeros((0, RUN_WIDTH), np.int32)
+        bundles, chains, runs = (
+            np.zeros((0, width), np.int32) for width in (len(PackedBundle), len(PackedChain), RUN_WIDTH)
+        )
         contributors = frozen(np.zeros(q_tiles, np.int32))
-        facts = (0, 0, 0, q_tiles, 0, 0, 0, q_tiles, 0)
-        return PackedTemplate(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
+        facts = _in_columns({Fact.Q_TILES: q_tiles, Fact.BLIND: q_tiles})
+        return PackedTemplate(bundles, chains, runs, contributors, np.zeros(0, np.int64), facts)
+
+
+def _in_columns(facts: dict[Fact, int]) -> tuple[int, ...]:
+    """Facts in the order of their columns. Those that are not given are 0."""
+    return tuple(facts.get(fact, 0) for fact in Fact)
 
 
 def needed_workers(orders: Iterable[PackedTemplate]) -> int:

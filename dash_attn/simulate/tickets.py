@@ -80,19 +80,19 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     parts = parts_of(sizes.shape.m, sizes.shape.n) if sizes.cut else 0
     task_first = tasks_before(chains, runs)
     board = Board(
-        frozen(chains),
-        frozen(runs),
-        q_head[of],
-        frozen(dq_tile[of]),
-        num_q[doc[of]],
-        frozen(assembly.contributors),
-        docs[doc[of], Doc.CONTRIBUTORS],
-        frozen(task_first),
-        task_first[-1] + parts * np.arange(len(of) + 1),
-        int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE].astype(np.int64)) * parts,
-        (q_head % group * cut)[of],
-        parts,
-        int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
+        chains=frozen(chains),
+        runs=frozen(runs),
+        q_head=q_head[of],
+        dq_sum=frozen(dq_tile[of]),
+        num_q=num_q[doc[of]],
+        contributors=frozen(assembly.contributors),
+        q_tile=docs[doc[of], Doc.CONTRIBUTORS],
+        task_first=frozen(task_first),
+        part_first=task_first[-1] + parts * np.arange(len(of) + 1),
+        kv_sum=int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE].astype(np.int64)) * parts,
+        kv_turn=(q_head % group * cut)[of],
+        parts=parts,
+        num_sums=int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
     )
     return board, begins
 

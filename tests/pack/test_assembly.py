@@ -19,7 +19,7 @@ from dash_attn.order import POLICIES, applicable
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.program import Chain
+from dash_attn.program import Chain, Run
 from dash_attn.simulate import Tickets
 from dash_attn.tiling import TileShape, TileState, tile
 from dash_attn.tools.cli.workload import policies_of
@@ -214,6 +214,22 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert known.of(code) is known.of(code)
         assert known._known.nbytes <= 20_000
     assert 1 < len(known._known) < 59
+
+
+def test_a_sequence_with_nothing_to_do_has_the_tables_of_the_others() -> None:
+    made = templates.PackedTemplate.of(plan(Problem(1, 2, 1, 20, 20, mask=CAUSAL), SHAPE).program)
+    idle = templates.PackedTemplate.idle(3)
+    for name in ("bundles", "chains", "runs", "contributors", "rounds"):
+        table, empty = getattr(made, name), getattr(idle, name)
+        assert (empty.dtype, empty.shape[1:]) == (table.dtype, table.shape[1:]), name
+        assert len(empty) == (3 if name == "contributors" else 0) < len(table)
+    facts = [dict(zip(templates.Fact, each.facts, strict=True)) for each in (made, idle)]
+    assert facts[0][templates.Fact.Q_TILES] == 5 and facts[0][templates.Fact.TASKS] == made.runs[:, Run.COUNT].sum()
+    assert {fact: value for fact, value in facts[1].items() if value} == {
+        templates.Fact.Q_TILES: 3,
+        templates.Fact.BLIND: 3,
+    }
+    assert [column.name for column in PackedChain] == [column.name for column in Chain][Chain.KV_TILE :]
 
 
 @pytest.mark.parametrize("policy", ["level", "level@head"])

@@ -166,7 +166,9 @@ def _range(problem: Problem, panels: list[Panel]) -> Range:
         return Range(None, q, k)
     alone = problem.alone(first)
     if problem.is_packed:
-        cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in zip(*(panel[2:4] for panel in panels), strict=True))
+        cu_q, cu_k = (
+            [0, *accumulate(lengths)] for lengths in zip(*((each.len_q, each.len_k) for each in panels), strict=True)
+        )
         alone = replace(alone, len_q=cu_q[-1], len_k=cu_k[-1], mask=alone.mask & documents(cu_q, cu_k))
     return Range(LibraryForward(alone), q, k)
 
