@@ -9,7 +9,7 @@ from dash_attn.backends.sm90 import backend, launch
 from dash_attn.backends.sm90.workspace import kv_sums
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.routes import Routes
-from dash_attn.pack import Pack, assemble
+from dash_attn.pack import Pack, Round, assemble
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import RUN, RUN_WIDTH
@@ -64,7 +64,7 @@ def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
     assert np.array_equal(folds.numpy(), made.folds) and np.array_equal(parts.numpy(), made.parts)
     assert run.tables.n_kv == sum(-(-panel.len_k // shape.n) for panel in problem.panel_list) > len(made.folds)
     k = torch.empty(1, problem.batch * problem.len_k, problem.heads_kv, problem.dim, dtype=torch.bfloat16)
-    _, sums = kv_sums(run.cfg, k, run.tables.n_kv)
+    sums = kv_sums(run.cfg, k, run.tables.n_kv).kv_sum
     assert sums.shape[:2] == (problem.heads_kv, run.tables.n_kv)
     whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
     queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
@@ -89,7 +89,16 @@ def test_without_panels_nothing_is_folded(monkeypatch):
     monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
     problem = Problem(1, 4, 2, 700, 700, 128, mask=documents([0, 100, 700], causal=True))
     run = backend.pack_launch_of(Pack(problem, lambda _: TileShape(64, 128)), Options(), cpu)
-    (kv_tiles,) = run.tables.kv_tiles
+    (kv_tiles,), (q_tiles,) = run.tables.kv_tiles, run.tables.q_tiles
+    made = assemble(problem, TileShape(64, 128))
+    for name in ("bundles", "chains", "runs", "contributors"):
+        assert np.array_equal(getattr(run.tables, name).numpy(), getattr(made, name)), name
+    assert np.array_equal(q_tiles.numpy(), made.q_tiles) and np.array_equal(kv_tiles.numpy(), made.kv_tiles)
+    docs = run.tables.docs.numpy()
+    assert np.array_equal(docs[:, : len(Round)], made.rounds)
+    assert np.array_equal(docs[:, len(Round) :], made.docs[made.rounds[:, Round.DOC]])
+    memory = {table.untyped_storage().data_ptr() for table in (*run.tables.program, q_tiles, kv_tiles)}
+    assert len(memory) == 1, "a stream that keeps one table keeps all of them"
     assert kinds == [False] and run.tables.n_kv == len(kv_tiles) == 1 + 5
 
 
