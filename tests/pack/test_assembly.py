@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from dash_attn.backends.cpu.backend import CpuBackend
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.launch import compose
-from dash_attn.order import POLICIES, applicable
+from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
+from dash_attn.pack.rounds import awaited
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain, Run
@@ -277,6 +278,22 @@ def test_a_worker_that_took_two_chains_of_a_window_would_wait_for_ever() -> None
     bundles[:, PackedBundle.AWAITS] = 0
     with pytest.raises(AssertionError, match="waits for ever"):
         play(dataclasses.replace(made, bundles=bundles), 5)
+
+
+@examples(300)
+@given(st.data(), shapes, st.sampled_from([1, 2, 3]), st.integers(1, 60), st.integers(1, 60))
+def test_what_a_bundle_awaits_is_the_rest_of_its_round(
+    data: st.DataObject, shape: TileShape, group: int, len_q: int, len_k: int
+) -> None:
+    """Verification finds the rounds of a program in another way. A pack has those of the first panel."""
+    problem = Problem(1, group, 1, len_q, len_k, mask=data.draw(st.sampled_from([FULL, CAUSAL]) | windows()))
+    name = data.draw(st.sampled_from([each for each in applicable(tile(problem, shape)) if not looks_at_batch(each)]))
+    width = f":{data.draw(st.integers(1, 8))}" if POLICIES[name].windowed else ""
+    verified = plan(problem, shape, name + width + "@head" * data.draw(st.booleans())).verified
+    program, rounds = verified.program, verified.rounds
+    assert rounds is not None, "every queue of a policy goes round by round"
+    mine = rounds[program.groups[program.launch[program.bundle_first[:-1]]] == 0]
+    assert awaited(program).tolist() == [np.flatnonzero(mine == each)[-1] - b for b, each in enumerate(mine)]
 
 
 def test_rounds_of_a_sequence_are_as_far_apart_as_other_sequences_allow() -> None:
