@@ -15,9 +15,10 @@ from dash_attn.pack.rounds import awaited, rounds_of
 from dash_attn.pack.tables import PackedBundle, PackedChain
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
-from dash_attn.program import RUN, RUN_WIDTH, Chain, Program
+from dash_attn.program import RUN, RUN_WIDTH, Chain
 from dash_attn.program.program import Int32, Longs, frozen
 from dash_attn.tiling import TileShape
+from dash_attn.verify import Verified
 
 KEPT_BYTES = 64 * 2**20  # of the templates of a family
 FAMILIES = 8  # families that are kept
@@ -66,21 +67,27 @@ class PackedTemplate:
     facts: tuple[int, ...]  # columns Fact
 
     @staticmethod
-    def of(program: Program) -> PackedTemplate:
+    def of(verified: Verified) -> PackedTemplate:
         """The order of the first panel of a program of one kv head. All panels must have the same order."""
-        g = program.geometry
+        program, g = verified.program, verified.program.geometry
         orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
         if not (orders == orders[:1]).all():
             raise ValueError(
                 f"policy {program.policy!r} orders the query heads of a group in different ways, which a pack does "
                 "not take: choose another policy"
             )
+        if verified.rounds is None:
+            raise ValueError(
+                f"policy {program.policy!r} launches other bundles between those that wait for each other, which a "
+                "pack does not take: choose another policy"
+            )
         panel = program.chains[program.launch, Chain.KV_HEAD]
         chains = program.chains[program.launch[panel == 0]][:, Chain.KV_TILE :]
-        sizes = np.diff(program.bundle_first)[panel[program.bundle_first[:-1]] == 0]
+        first = panel[program.bundle_first[:-1]] == 0  # bundles of the first panel
+        sizes = np.diff(program.bundle_first)[first]
         runs = np.zeros((len(program.runs), RUN_WIDTH), np.int32)
         runs[:, : len(RUN)] = program.runs
-        later = awaited(program)
+        later = awaited(verified.rounds[first])
         rounds = rounds_of(later)
         bundles = np.empty((len(sizes), len(PackedBundle)), np.int32)
         bundles[:, PackedBundle.FIRST_CHAIN], bundles[:, PackedBundle.NUM_CHAINS] = np.cumsum(sizes) - sizes, sizes
@@ -199,7 +206,7 @@ class Templates:
         if problem.len_q and problem.len_k:
             require_alone(family.policy)
             planned = plan(problem, family.shape, family.policy)
-            return PackedTemplate.of(planned.program)
+            return PackedTemplate.of(planned.verified)
         return PackedTemplate.idle(-(-problem.len_q // family.shape.m))
 
 

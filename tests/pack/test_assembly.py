@@ -17,7 +17,6 @@ from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.launch import compose
 from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
-from dash_attn.pack.rounds import awaited
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.program import Chain, Run
@@ -218,7 +217,7 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_sequence_with_nothing_to_do_has_the_tables_of_the_others() -> None:
-    made = templates.PackedTemplate.of(plan(Problem(1, 2, 1, 20, 20, mask=CAUSAL), SHAPE).program)
+    made = templates.PackedTemplate.of(plan(Problem(1, 2, 1, 20, 20, mask=CAUSAL), SHAPE).verified)
     idle = templates.PackedTemplate.idle(3)
     for name in ("bundles", "chains", "runs", "contributors", "rounds"):
         table, empty = getattr(made, name), getattr(idle, name)
@@ -248,7 +247,13 @@ def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
 def test_a_program_whose_panels_differ_is_no_template() -> None:
     heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        templates.PackedTemplate.of(heads.program)
+        templates.PackedTemplate.of(heads.verified)
+
+
+def test_a_program_without_rounds_is_no_template() -> None:
+    verified = plan(Problem(1, 1, 1, 40, 40, mask=CAUSAL), SHAPE).verified
+    with pytest.raises(ValueError, match="launches other bundles between those that wait for each other"):
+        templates.PackedTemplate.of(dataclasses.replace(verified, rounds=None))
 
 
 def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:
@@ -285,15 +290,27 @@ def test_a_worker_that_took_two_chains_of_a_window_would_wait_for_ever() -> None
 def test_what_a_bundle_awaits_is_the_rest_of_its_round(
     data: st.DataObject, shape: TileShape, group: int, len_q: int, len_k: int
 ) -> None:
-    """Verification finds the rounds of a program in another way. A pack has those of the first panel."""
+    """A bundle is of the round of those that wait for it, or that it waits for, and of all between them."""
     problem = Problem(1, group, 1, len_q, len_k, mask=data.draw(st.sampled_from([FULL, CAUSAL]) | windows()))
     name = data.draw(st.sampled_from([each for each in applicable(tile(problem, shape)) if not looks_at_batch(each)]))
     width = f":{data.draw(st.integers(1, 8))}" if POLICIES[name].windowed else ""
     verified = plan(problem, shape, name + width + "@head" * data.draw(st.booleans())).verified
-    program, rounds = verified.program, verified.rounds
-    assert rounds is not None, "every queue of a policy goes round by round"
-    mine = rounds[program.groups[program.launch[program.bundle_first[:-1]]] == 0]
-    assert awaited(program).tolist() == [np.flatnonzero(mine == each)[-1] - b for b, each in enumerate(mine)]
+    made, program = templates.PackedTemplate.of(verified), verified.program
+    first = program.groups[program.launch[program.bundle_first[:-1]]] == 0
+    number = np.full(len(program.chains), -1)
+    number[program.launch] = np.repeat(np.where(first, np.cumsum(first) - 1, -1), np.diff(program.bundle_first))
+    turns: dict[int, dict[int, int]] = {}  # by dQ tile: the bundle of each turn
+    tasks = program.expand()
+    for chain, target, turn in zip(tasks.chain, tasks.target, tasks.turn, strict=True):
+        if number[chain] >= 0:
+            turns.setdefault(int(target), {})[int(turn)] = int(number[chain])
+    reach = list(range(len(made.bundles)))
+    for of_turn in turns.values():
+        for turn in range(1, len(of_turn)):
+            reach[of_turn[turn]] = max(reach[of_turn[turn]], of_turn[turn - 1])
+    ends = [b for b in range(len(reach)) if max(reach[: b + 1]) == b]
+    expected = [next(end for end in ends if end >= b) - b for b in range(len(reach))]
+    assert made.bundles[:, PackedBundle.AWAITS].tolist() == expected
 
 
 def test_rounds_of_a_sequence_are_as_far_apart_as_other_sequences_allow() -> None:
