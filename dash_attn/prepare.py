@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import torch
 from torch import Tensor
 
 from dash_attn.backends import Backend, Backward, Extras, Forward, Gradients, Held, Operands, Options, backend_for
-from dash_attn.backends.sinks import write_sink_gradient
+from dash_attn.backends.sinks import write_sink_gradient, write_without_keys
 from dash_attn.kept import grown, kept
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Pack, Planned
@@ -75,10 +74,11 @@ class Prepared:
             with torch.cuda.device(self._index):
                 return self.forward(q, k, v, extras)
         if self.is_empty:
-            lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-            if extras is not None and extras.sinks is not None:
-                lse.copy_(extras.sinks)
-            return q.new_zeros((*q.shape[:-1], v.shape[-1])), lse.transpose(-1, -2).contiguous()
+            *batch, rows, heads, _ = q.shape
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            lse = q.new_empty((*batch, heads, rows), dtype=torch.float32)
+            write_without_keys(out, lse, None if extras is None else extras.sinks)
+            return out, lse
         if self._is_plain():
             attended = self.run_forward(q, k, v, extras)
         else:

@@ -117,7 +117,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "reason": _reason(prepared.policy, chosen),
         "fingerprint": planned.fingerprint,
         "tasks": planned.num_tasks,
-        "co_resident": planned.co_resident,
+        "co_resident": backend.co_resident(planned),
         "workers": backend.workers(planned),
         "workspace_bytes": backend.workspace_bytes(planned),
         "deterministic": backend.always_deterministic or prepared.options.deterministic,

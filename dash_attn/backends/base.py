@@ -26,6 +26,10 @@ class Operands(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
 
 class Extras(NamedTuple):
     """What a call has beside the operands.
@@ -55,7 +59,7 @@ class Gradients(NamedTuple):
     @staticmethod
     def room(operands: Operands) -> Gradients:
         """New contiguous tensors, to be written to."""
-        return Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands[1:4]])
+        return Gradients(*[torch.empty_like(x, memory_format=torch.contiguous_format) for x in operands.qkv])
 
 
 class KeySums(NamedTuple):
@@ -158,6 +162,10 @@ class Backend(Protocol):
         ...
 
     def workers(self, plan: Planned) -> int: ...
+
+    def co_resident(self, plan: Planned) -> int:
+        """The number of workers that must run at the same time. A backward with fewer is refused."""
+        ...
 
     def workspace_bytes(self, plan: Planned) -> int: ...
 

@@ -1,4 +1,4 @@
-"""The gradient of the sinks by operations of torch: on CPUs, of calls without a kernel, and of the rows of a rank."""
+"""Sinks by operations of torch: in rows without keys, and their gradient on CPUs, without a kernel, and of ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from torch import Tensor
 
 from dash_attn.backends.base import Extras, Operands
 from dash_attn.backends.cpu.threads import run_jobs
+
+
+def write_without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Fill what rows without keys have: out = 0, and lse = -inf or the sink of the head. lse is (..., heads, rows)."""
+    out.zero_()
+    if sinks is None:
+        lse.fill_(-math.inf)
+    else:
+        lse.copy_(sinks[:, None])
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, extras: Extras) -> Tensor:

@@ -12,6 +12,7 @@ from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
 from dash_attn.pack.pack import Pack, Planned
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Round, Sizes, TileRows
+from dash_attn.pack.templates import needed_workers
 
 __all__ = [
     "Assembly",
@@ -28,4 +29,5 @@ __all__ = [
     "TileRows",
     "assemble",
     "check",
+    "needed_workers",
 ]

@@ -9,7 +9,7 @@ from dash_attn.pack.checks import check
 from dash_attn.pack.folds import fold_tables
 from dash_attn.pack.rounds import launch
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Sizes, TileRows
-from dash_attn.pack.templates import Fact, Family, PackedTemplate, templates
+from dash_attn.pack.templates import Fact, Family, PackedTemplate, needed_workers, templates
 from dash_attn.problem import Panel, Problem, SequenceColumn
 from dash_attn.program.program import MOST, Int32, Longs
 from dash_attn.tiling import TileShape
@@ -50,7 +50,7 @@ def assemble(
         kv_tiles,
         *(fold_tables(docs, kv_tiles, shape.n) if several and not apart else NO_FOLDS),
         tickets,
-        int(facts[:, Fact.CO_RESIDENT].max()),
+        needed_workers(used),
         bool(facts[:, Fact.BLIND].any()),
         bool(((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()),
     )
@@ -84,7 +84,8 @@ def _instances(table, template_of, facts, numbers, width):  # type: ignore[no-un
     for d in range(len(order)):
         s = order[d]
         t, doc = template_of[s], docs[d]
-        q_row, k_row, len_q, len_k = table[s]
+        q_row, len_q = table[s, SequenceColumn.Q_ROW], table[s, SequenceColumn.LEN_Q]
+        k_row, len_k = table[s, SequenceColumn.K_ROW], table[s, SequenceColumn.LEN_K]
         doc[Doc.Q_TILE], doc[Doc.KV_TILE] = q_tile, kv_tile
         doc[Doc.Q_ROW], doc[Doc.K_ROW], doc[Doc.Q_ROWS], doc[Doc.K_ROWS] = q_row, k_row, len_q, len_k
         doc[Doc.BUNDLE], doc[Doc.BUNDLES] = first_bundle[t], facts[t, Fact.BUNDLES]

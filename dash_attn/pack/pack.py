@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dash_attn.lazily import cached_property
 from dash_attn.order import parse
-from dash_attn.pack.templates import Family, templates
+from dash_attn.pack.templates import Family, PackedTemplate, templates
 from dash_attn.plan import Plan, plan
 from dash_attn.problem import Panel, Problem
 from dash_attn.tiling import TileShape
@@ -50,10 +50,13 @@ class Pack:
 
     def require_order(self) -> None:
         """ValueError if the policy cannot order one of the panels. `auto` orders every panel."""
-        if parse(self.policy).policy == "auto":
-            return
-        for alone in self.problems.values():
-            templates(family := Family.of(alone, self.shape_of(alone), self.policy)).of(family.code(alone))
+        if parse(self.policy).policy != "auto":
+            self.templates()
+
+    def templates(self) -> list[PackedTemplate]:
+        """The orders of single panels as `assemble` joins them, by their kind."""
+        families = [(alone, Family.of(alone, self.shape_of(alone), self.policy)) for alone in self.problems.values()]
+        return [templates(family).of(family.code(alone)) for alone, family in families]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -64,11 +67,6 @@ class Pack:
             if self.problem.panels > 1:
                 digest.update(f" {panel.sequence} ".encode())
         return digest.hexdigest()[:16]
-
-    @property
-    def co_resident(self) -> int:
-        """The number of workers that must run at the same time."""
-        return max(each.co_resident for each in self.plans.values())
 
     @property
     def num_tasks(self) -> int:

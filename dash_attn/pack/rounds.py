@@ -9,7 +9,6 @@ import numpy as np
 from dash_attn.jit import compiled
 from dash_attn.launch.queue import IN_FLIGHT
 from dash_attn.pack.tables import Doc, Round
-from dash_attn.program import Chain, Program
 from dash_attn.program.program import Longs
 
 
@@ -26,28 +25,14 @@ class Due(IntEnum):
 COLUMNS, DUE_COLUMNS = len(Round), len(Due)  # compiled loops cannot count the names of an enum
 
 
-def awaited(program: Program) -> Longs:
+def awaited(rounds: Longs) -> Longs:
     """For each bundle: how many of the following bundles must begin before its worker may begin another bundle.
 
-    The bundles are those of the first panel, in launch order. A bundle may wait for a later bundle. Then both, and all
-    bundles between them, must run at the same time, each on a worker of its own. If one worker took two of them, the
-    first one could wait forever for the second.
+    `rounds` has the round of each bundle of a panel, in launch order, as verification finds it. The bundles of a round
+    wait for each other, so all of them must run at the same time, each on a worker of its own. If one worker took two
+    of them, the first one could wait forever for the second.
     """
-    panel = program.chains[program.launch[program.bundle_first[:-1]], Chain.KV_HEAD]
-    number = np.where(panel == 0, np.cumsum(panel == 0) - 1, -1)
-    bundle_of = np.empty(len(program.chains), np.int64)
-    bundle_of[program.launch] = np.repeat(number, np.diff(program.bundle_first))
-    tasks = program.expand()
-    mine = bundle_of[tasks.chain] >= 0
-    bundle, target, turn = bundle_of[tasks.chain][mine], tasks.target[mine], tasks.turn[mine]
-    by_turn = np.lexsort((turn, target))
-    waits = target[by_turn][1:] == target[by_turn][:-1]
-    waiting, before = bundle[by_turn][1:][waits], bundle[by_turn][:-1][waits]
-    reach = np.arange(np.count_nonzero(panel == 0))
-    np.maximum.at(reach, waiting, before)
-    place = np.arange(len(reach))
-    ends = np.flatnonzero(np.maximum.accumulate(reach) == place)
-    later: Longs = ends[np.searchsorted(ends, place)] - place
+    later: Longs = np.searchsorted(rounds, rounds, side="right") - 1 - np.arange(len(rounds))
     return later
 
 

@@ -161,7 +161,7 @@ class Assembly:
     rounds        columns Round
     bundles       columns PackedBundle
     chains        columns PackedChain. A chain without runs has a row too, because it writes zeros
-    runs          columns Run, and a zero
+    runs          columns Run, and zeros up to RUN_WIDTH
     contributors  contributions to the dQ tile of each q tile of a template
     q_tiles       columns TileRows
     kv_tiles      the same for keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
@@ -11,16 +12,17 @@ import numpy as np
 from dash_attn.kept import Kept
 from dash_attn.order import require_alone
 from dash_attn.pack.rounds import awaited, rounds_of
+from dash_attn.pack.tables import PackedBundle, PackedChain
 from dash_attn.plan import plan
 from dash_attn.problem import Mask, Problem
-from dash_attn.program import RUN, Chain, Program
+from dash_attn.program import RUN, RUN_WIDTH, Chain
 from dash_attn.program.program import Int32, Longs, frozen
 from dash_attn.tiling import TileShape
+from dash_attn.verify import Verified
 
 KEPT_BYTES = 64 * 2**20  # of the templates of a family
 FAMILIES = 8  # families that are kept
 BITS = 32  # bits of a length in a code
-RUN_WIDTH = len(RUN) + 1  # a run and a zero: 32 bytes, which a GPU loads at once
 
 
 class Fact(IntEnum):
@@ -51,8 +53,8 @@ class PackedTemplate:
     """The order of one panel, counted from its own first row of each table.
 
     bundles       columns PackedBundle, in launch order
-    chains        kv tile, first run and number of runs; the chains of a bundle are neighbours
-    runs          the columns RUN, and a zero
+    chains        columns PackedChain; the chains of a bundle are neighbours
+    runs          the columns RUN, and zeros up to RUN_WIDTH
     contributors  contributions to the dQ tile of each q tile
     rounds        the number of bundles of each round
     """
@@ -65,36 +67,69 @@ class PackedTemplate:
     facts: tuple[int, ...]  # columns Fact
 
     @staticmethod
-    def of(program: Program) -> PackedTemplate:
+    def of(verified: Verified) -> PackedTemplate:
         """The order of the first panel of a program of one kv head. All panels must have the same order."""
-        g = program.geometry
+        program, g = verified.program, verified.program.geometry
         orders = program.chains[:, Chain.FIRST_RUN :].reshape(g.num_groups, g.num_kv, 2)
         if not (orders == orders[:1]).all():
             raise ValueError(
                 f"policy {program.policy!r} orders the query heads of a group in different ways, which a pack does "
                 "not take: choose another policy"
             )
+        if verified.rounds is None:
+            raise ValueError(
+                f"policy {program.policy!r} launches other bundles between those that wait for each other, which a "
+                "pack does not take: choose another policy"
+            )
         panel = program.chains[program.launch, Chain.KV_HEAD]
         chains = program.chains[program.launch[panel == 0]][:, Chain.KV_TILE :]
-        sizes = np.diff(program.bundle_first)[panel[program.bundle_first[:-1]] == 0]
+        first = panel[program.bundle_first[:-1]] == 0  # bundles of the first panel
+        sizes = np.diff(program.bundle_first)[first]
         runs = np.zeros((len(program.runs), RUN_WIDTH), np.int32)
         runs[:, : len(RUN)] = program.runs
-        tasks, blind = program.num_tasks // g.num_groups, int((program.contributors == 0).sum())
-        later = awaited(program)
-        rounds, co_resident = rounds_of(later), 1 + int(later.max())
-        facts = (len(sizes), len(chains), len(runs), g.num_q, tasks, co_resident, g.share, blind, len(rounds))
-        bundles = np.stack([np.cumsum(sizes) - sizes, sizes, later], axis=1).astype(np.int32)
+        later = awaited(verified.rounds[first])
+        rounds = rounds_of(later)
+        bundles = np.empty((len(sizes), len(PackedBundle)), np.int32)
+        bundles[:, PackedBundle.FIRST_CHAIN], bundles[:, PackedBundle.NUM_CHAINS] = np.cumsum(sizes) - sizes, sizes
+        bundles[:, PackedBundle.AWAITS] = later
+        facts = {
+            Fact.BUNDLES: len(bundles),
+            Fact.CHAINS: len(chains),
+            Fact.RUNS: len(runs),
+            Fact.Q_TILES: g.num_q,
+            Fact.TASKS: program.num_tasks // g.num_groups,
+            Fact.CO_RESIDENT: 1 + int(later.max()),
+            Fact.SHARE: g.share,
+            Fact.BLIND: int((program.contributors == 0).sum()),
+            Fact.ROUNDS: len(rounds),
+        }
         return PackedTemplate(
-            frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), facts
+            frozen(bundles), frozen(chains), frozen(runs), program.contributors, frozen(rounds), _in_columns(facts)
         )
 
     @staticmethod
     def idle(q_tiles: int) -> PackedTemplate:
         """A sequence without queries or without keys has nothing to do."""
-        empty = np.zeros((0, RUN_WIDTH), np.int32)
+        bundles, chains, runs = (
+            np.zeros((0, width), np.int32) for width in (len(PackedBundle), len(PackedChain), RUN_WIDTH)
+        )
         contributors = frozen(np.zeros(q_tiles, np.int32))
-        facts = (0, 0, 0, q_tiles, 0, 0, 0, q_tiles, 0)
-        return PackedTemplate(empty[:, :3], empty[:, :3], empty, contributors, np.zeros(0, np.int64), facts)
+        facts = _in_columns({Fact.Q_TILES: q_tiles, Fact.BLIND: q_tiles})
+        return PackedTemplate(bundles, chains, runs, contributors, np.zeros(0, np.int64), facts)
+
+
+def _in_columns(facts: dict[Fact, int]) -> tuple[int, ...]:
+    """Facts in the order of their columns. Those that are not given are 0."""
+    return tuple(facts.get(fact, 0) for fact in Fact)
+
+
+def needed_workers(orders: Iterable[PackedTemplate]) -> int:
+    """The number of workers that must run at the same time, if they draw the tickets of a pack of these templates.
+
+    It can be more than the plans of the panels need. A worker draws a ticket while it still works on the one before, so
+    each bundle from the first to the last that wait for each other needs a worker of its own.
+    """
+    return max((each.facts[Fact.CO_RESIDENT] for each in orders), default=0)
 
 
 @dataclass(frozen=True)
@@ -186,7 +221,7 @@ class Templates:
         if problem.len_q and problem.len_k:
             require_alone(family.policy)
             planned = plan(problem, family.shape, family.policy)
-            return PackedTemplate.of(planned.program)
+            return PackedTemplate.of(planned.verified)
         return PackedTemplate.idle(-(-problem.len_q // family.shape.m))
 
 

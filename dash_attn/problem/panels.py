@@ -62,11 +62,13 @@ def cut(sequences: Longs, len_q: int, panels: int, mask: Mask) -> Longs:
     counts = np.where(rows > 0, (begin + rows - 1) // size - first + 1, 1)
     of = np.repeat(np.arange(len(sequences)), counts)
     number = np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts) + first[of]
-    q_row, k_row, rows, keys = sequences[of].T
+    q_row, rows, keys = q_row[of], rows[of], sequences[of, SequenceColumn.LEN_K]
     low = np.maximum(number * size - begin[of], 0)
     high = np.minimum((number + 1) * size - begin[of], rows)
     end, after = _seen(high, rows, keys, mask)
-    table = np.stack([q_row + low, k_row, high - low, end, after, of, low], axis=1)
+    k_row = sequences[of, SequenceColumn.K_ROW]
+    columns = dict(q_row=q_row + low, k_row=k_row, len_q=high - low, len_k=end, after=after, sequence=of, row=low)
+    table = np.stack([columns[field] for field in Panel._fields], axis=1)
     table.flags.writeable = False
     return table
 

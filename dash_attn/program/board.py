@@ -96,19 +96,19 @@ def board_of(program: Program) -> Board:
     parts = parts_of(g.tile_m, g.tile_n) if cut else 0
     kv_plane = (batch * g.heads_kv + panel) // g.share
     return Board(
-        program.chains,
-        program.runs,
-        panel * g.group,
-        program.target_base,
-        np.full(chains, g.num_q),
-        program.contributors,
-        np.zeros(chains, np.int64),
-        program.task_first,
-        program.num_tasks + parts * np.arange(chains + 1),
-        g.num_targets + (kv_plane * g.num_kv + kv_tile) * parts,
-        panel % g.share,
-        parts,
-        g.num_targets + g.num_groups // g.share * g.num_kv * parts,
+        chains=program.chains,
+        runs=program.runs,
+        q_head=panel * g.group,
+        dq_sum=program.target_base,
+        num_q=np.full(chains, g.num_q),
+        contributors=program.contributors,
+        q_tile=np.zeros(chains, np.int64),
+        task_first=program.task_first,
+        part_first=program.num_tasks + parts * np.arange(chains + 1),
+        kv_sum=g.num_targets + (kv_plane * g.num_kv + kv_tile) * parts,
+        kv_turn=panel % g.share,
+        parts=parts,
+        num_sums=g.num_targets + g.num_groups // g.share * g.num_kv * parts,
     )
 
 

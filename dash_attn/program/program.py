@@ -52,6 +52,7 @@ class Run(IntEnum):
 
 # The columns by name, as they stand in the tables; host and device read them by the enums above.
 TILE, CHAIN, RUN = (tuple(column.name.lower() for column in table) for table in (Tile, Chain, Run))
+RUN_WIDTH = len(RUN) + 1  # of a run as workers read it: the columns RUN and a zero, 32 bytes, which a GPU loads at once
 CHAIN_NAME = slice(Chain.BATCH, Chain.KV_TILE + 1)  # batch, kv head, kv tile: the chain without its runs
 # Shape of one row of each table; a row of the lists `launch` and `bundle_first` is a number.
 ROW = {"tiles": (len(TILE),), "chains": (len(CHAIN),), "runs": (len(RUN),), "launch": (), "bundle_first": ()}

@@ -8,6 +8,8 @@ from importlib.resources import files
 
 from dash_attn.program import Costs
 
+H200_SMS = 132  # of an H100 too
+
 
 @dataclass(frozen=True)
 class Paper:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, Round, assemble
-from dash_attn.program import CHAIN, Board, Chain, Sequences
+from dash_attn.program import CHAIN, RUN, Board, Chain, Sequences
 from dash_attn.program.board import parts_of
 from dash_attn.program.program import Longs, frozen, tasks_before
 
@@ -72,7 +72,7 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     chains[:, Chain.KV_TILE] = assembly.chains[at, PackedChain.KV_TILE]
     chains[:, Chain.FIRST_RUN] = assembly.chains[at, PackedChain.FIRST_RUN]
     chains[:, Chain.NUM_RUNS] = assembly.chains[at, PackedChain.NUM_RUNS]
-    runs = np.ascontiguousarray(assembly.runs[:, :-1])
+    runs = np.ascontiguousarray(assembly.runs[:, : len(RUN)])
 
     dq_tiles, kv_tiles = sizes.heads_q * num_q, sizes.heads_kv * num_kv
     dq_tile = _before(dq_tiles)[doc] + q_head * num_q[doc]
@@ -80,19 +80,19 @@ def board_of_pack(assembly: Assembly) -> tuple[Board, Longs]:
     parts = parts_of(sizes.shape.m, sizes.shape.n) if sizes.cut else 0
     task_first = tasks_before(chains, runs)
     board = Board(
-        frozen(chains),
-        frozen(runs),
-        q_head[of],
-        frozen(dq_tile[of]),
-        num_q[doc[of]],
-        frozen(assembly.contributors),
-        docs[doc[of], Doc.CONTRIBUTORS],
-        frozen(task_first),
-        task_first[-1] + parts * np.arange(len(of) + 1),
-        int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE].astype(np.int64)) * parts,
-        (q_head % group * cut)[of],
-        parts,
-        int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
+        chains=frozen(chains),
+        runs=frozen(runs),
+        q_head=q_head[of],
+        dq_sum=frozen(dq_tile[of]),
+        num_q=num_q[doc[of]],
+        contributors=frozen(assembly.contributors),
+        q_tile=docs[doc[of], Doc.CONTRIBUTORS],
+        task_first=frozen(task_first),
+        part_first=task_first[-1] + parts * np.arange(len(of) + 1),
+        kv_sum=int(dq_tiles.sum()) + (kv_tile[of] + chains[:, Chain.KV_TILE].astype(np.int64)) * parts,
+        kv_turn=(q_head % group * cut)[of],
+        parts=parts,
+        num_sums=int(dq_tiles.sum()) + int(kv_tiles.sum()) * parts,
     )
     return board, begins
 

@@ -60,7 +60,7 @@ def test_a_program_from_a_file_gives_the_bits_of_its_policy(policy: str, tmp_pat
 
 
 def test_autograd_takes_a_program(tmp_path: Path) -> None:
-    leaves = [x.detach().requires_grad_() for x in operands(PROBLEM)[1:4]]
+    leaves = [x.detach().requires_grad_() for x in operands(PROBLEM).qkv]
     program = through_file(made_by("descending"), tmp_path)
     runs = []
     for policy in (program, "descending"):
@@ -99,7 +99,7 @@ def test_a_program_for_another_problem_is_refused(other: dict[str, object], said
     with pytest.raises(ValueError, match=said):  # before the forward, not in the backward
         attention(given.q.requires_grad_(), given.k, given.v, causal=True, policy=program)
     with pytest.raises(ValueError, match=said):
-        explain(*given[1:4], causal=True, policy=program)
+        explain(*given.qkv, causal=True, policy=program)
 
 
 def test_a_program_that_would_be_wrong_is_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [{"cu_seqlens": [0, 100, 300]}, {"panels": 2}], ids=str)
 def test_packs_and_panels_take_no_program(how: dict[str, object]) -> None:
     packed = "cu_seqlens" in how
-    q, k, v = ((x[0] if packed else x).detach().requires_grad_() for x in operands(PROBLEM)[1:4])
+    q, k, v = ((x[0] if packed else x).detach().requires_grad_() for x in operands(PROBLEM).qkv)
     with pytest.raises(ValueError, match="need an order for each length: give the name of a policy"):
         attention(q, k, v, causal=True, policy=made_by("fa3"), **how)
 
@@ -147,10 +147,10 @@ def test_operators_take_no_program() -> None:
         Watching(),
         pytest.raises(NotImplementedError, match=r"torch\.compile, dispatch modes .* name of a policy"),
     ):
-        attention(*given[1:4], causal=True, policy=made_by("fa3"))
+        attention(*given.qkv, causal=True, policy=made_by("fa3"))
 
 
 def test_explain_says_that_a_program_was_given(tmp_path: Path) -> None:
     mine = through_file(replace(made_by("fa3"), policy="mine"), tmp_path)
-    said = explain(*operands(PROBLEM)[1:4], causal=True, policy=mine)
+    said = explain(*operands(PROBLEM).qkv, causal=True, policy=mine)
     assert (said.policy, said.reason, said.fingerprint) == ("mine", "given as a program", mine.fingerprint)

@@ -90,7 +90,7 @@ LAST = ("wait keys 0", "head 0 panels 0, 1", "wait keys 1")  # it has the first 
 @pytest.mark.parametrize(("rank", "first"), [(0, FIRST), (1, SECOND), (2, SECOND), (3, LAST)])
 def test_panels_start_when_their_keys_are_there(links: Links, rank: int, first: tuple[str, ...]) -> None:
     links.number = rank
-    on_four(3, links).forward(*operands(3)[1:4])
+    on_four(3, links).forward(*operands(3).qkv)
     assert links.log == [
         *("start keys 0", "start keys 1", "start keys 2", "start keys 3", *first),
         *("start keys 4", "start keys 5", "wait keys 2", "wait keys 3", "head 1 panels 0, 1"),
@@ -118,13 +118,13 @@ def test_with_one_kv_head_late_keys_travel_while_a_rank_computes(links: Links) -
 def test_keys_travel_together_if_no_panel_could_start_early(links: Links, layout: str, mask: Mask) -> None:
     """The last rank of the layout `contiguous` has most to compute, and waits for all keys."""
     links.number = 3
-    on_four(1, links, layout, mask).forward(*operands(1)[1:4])
+    on_four(1, links, layout, mask).forward(*operands(1).qkv)
     assert links.log == ["start keys 0", "wait keys 0", "head 0 panels 0, 1"]
 
 
 def test_documents_on_one_rank_wait_for_no_keys(links: Links) -> None:
     """Two documents lie on the first rank whole. The third lies on all ranks."""
-    on_four(1, links, mask=documents([0, 3, 8, 64])).forward(*operands(1)[1:4])
+    on_four(1, links, mask=documents([0, 3, 8, 64])).forward(*operands(1).qkv)
     assert links.log == [
         *("start keys 0", "start keys 1", "head 0 panels 0, 1", "wait keys 0", "wait keys 1", "head 0 panels 2")
     ]

@@ -8,20 +8,25 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dash_attn.backends.cpu.backend import CpuBackend
+from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.launch import compose
-from dash_attn.order import applicable
+from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Assembly, Doc, Pack, PackedBundle, PackedChain, assemble, check, templates
 from dash_attn.plan import plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.program import Chain
+from dash_attn.program import Chain, Run
+from dash_attn.simulate import Tickets
 from dash_attn.tiling import TileShape, TileState, tile
+from dash_attn.tools.cli.workload import policies_of
 from tests.pack.machine import ChainEnd, PackedTask, play, ticket_steps
 from tests.strategies import boundaries, document_masks, examples, shapes, windows
 
-POLICIES = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
+ORDERS = ("fa3", "spt", "descending", "search", "search:2")  # for every mask
 SHAPE = TileShape(4, 8)
 
 
@@ -36,7 +41,7 @@ def packs(draw: st.DrawFn) -> Problem:
 
 
 @examples(200)
-@given(packs(), shapes, st.sampled_from(POLICIES), st.booleans())
+@given(packs(), shapes, st.sampled_from(ORDERS), st.booleans())
 def test_every_tile_of_every_sequence_is_done_once_in_turn(
     problem: Problem, shape: TileShape, policy: str, by_head: bool
 ) -> None:
@@ -81,7 +86,7 @@ def test_what_no_task_writes_is_known(problem: Problem, shape: TileShape) -> Non
 
 
 @examples(100)
-@given(packs(), shapes, st.sampled_from(POLICIES))
+@given(packs(), shapes, st.sampled_from(ORDERS))
 def test_each_head_of_a_sequence_has_the_order_of_its_plan(problem: Problem, shape: TileShape, policy: str) -> None:
     """The plan of a sequence has all heads, a template has one. Both run the same tasks in the same turns."""
     made = assemble(problem, shape, policy)
@@ -96,6 +101,20 @@ def test_each_head_of_a_sequence_has_the_order_of_its_plan(problem: Problem, sha
         head = kv_head * problem.group + all_tasks.head
         planned = np.stack([head, all_tasks.q, kv_tile, all_tasks.turn], axis=1).tolist()
         assert sorted(tasks.get(number, [])) == sorted(map(tuple, planned)), number
+
+
+@examples(200)
+@given(st.data(), packs(), shapes, st.sampled_from([None, 2, 8]))
+def test_what_runs_tickets_says_how_many_workers_they_need(
+    data: st.DataObject, problem: Problem, shape: TileShape, width: int | None
+) -> None:
+    pack = Pack(problem, lambda _: shape)
+    name = data.draw(st.sampled_from(["auto", *policies_of(pack)]))
+    is_wide = width is not None and name != "auto" and POLICIES[name].windowed
+    pack = dataclasses.replace(pack, policy=f"{name}:{width}" if is_wide else name)
+    needed = Sm90Backend(torch.device("cuda")).co_resident(pack)
+    assert needed == assemble(problem, shape, pack.policy).co_resident == Tickets.of(pack).co_resident
+    assert max(1, needed) >= CpuBackend().co_resident(pack), "a worker that draws ahead cannot go back"
 
 
 def test_the_longest_sequence_is_launched_first() -> None:
@@ -201,6 +220,22 @@ def test_the_memory_of_templates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert 1 < len(known._known) < 59
 
 
+def test_a_sequence_with_nothing_to_do_has_the_tables_of_the_others() -> None:
+    made = templates.PackedTemplate.of(plan(Problem(1, 2, 1, 20, 20, mask=CAUSAL), SHAPE).verified)
+    idle = templates.PackedTemplate.idle(3)
+    for name in ("bundles", "chains", "runs", "contributors", "rounds"):
+        table, empty = getattr(made, name), getattr(idle, name)
+        assert (empty.dtype, empty.shape[1:]) == (table.dtype, table.shape[1:]), name
+        assert len(empty) == (3 if name == "contributors" else 0) < len(table)
+    facts = [dict(zip(templates.Fact, each.facts, strict=True)) for each in (made, idle)]
+    assert facts[0][templates.Fact.Q_TILES] == 5 and facts[0][templates.Fact.TASKS] == made.runs[:, Run.COUNT].sum()
+    assert {fact: value for fact, value in facts[1].items() if value} == {
+        templates.Fact.Q_TILES: 3,
+        templates.Fact.BLIND: 3,
+    }
+    assert [column.name for column in PackedChain] == [column.name for column in Chain][Chain.KV_TILE :]
+
+
 @pytest.mark.parametrize("policy", ["level", "level@head"])
 def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
     """The template of a pack has one kv head, and the plan of a document has all of them: they would differ."""
@@ -216,7 +251,13 @@ def test_an_order_that_looks_at_the_batch_is_refused(policy: str) -> None:
 def test_a_program_whose_panels_differ_is_no_template() -> None:
     heads = plan(Problem(1, 4, 1, 40, 40, mask=CAUSAL), SHAPE, "level@head")
     with pytest.raises(ValueError, match="orders the query heads of a group in different ways"):
-        templates.PackedTemplate.of(heads.program)
+        templates.PackedTemplate.of(heads.verified)
+
+
+def test_a_program_without_rounds_is_no_template() -> None:
+    verified = plan(Problem(1, 1, 1, 40, 40, mask=CAUSAL), SHAPE).verified
+    with pytest.raises(ValueError, match="launches other bundles between those that wait for each other"):
+        templates.PackedTemplate.of(dataclasses.replace(verified, rounds=None))
 
 
 def test_a_long_sequence_keeps_its_groups_beside_a_short_one_that_is_cut() -> None:
@@ -246,6 +287,34 @@ def test_a_worker_that_took_two_chains_of_a_window_would_wait_for_ever() -> None
     bundles[:, PackedBundle.AWAITS] = 0
     with pytest.raises(AssertionError, match="waits for ever"):
         play(dataclasses.replace(made, bundles=bundles), 5)
+
+
+@examples(300)
+@given(st.data(), shapes, st.sampled_from([1, 2, 3]), st.integers(1, 60), st.integers(1, 60))
+def test_what_a_bundle_awaits_is_the_rest_of_its_round(
+    data: st.DataObject, shape: TileShape, group: int, len_q: int, len_k: int
+) -> None:
+    """A bundle is of the round of those that wait for it, or that it waits for, and of all between them."""
+    problem = Problem(1, group, 1, len_q, len_k, mask=data.draw(st.sampled_from([FULL, CAUSAL]) | windows()))
+    name = data.draw(st.sampled_from([each for each in applicable(tile(problem, shape)) if not looks_at_batch(each)]))
+    width = f":{data.draw(st.integers(1, 8))}" if POLICIES[name].windowed else ""
+    verified = plan(problem, shape, name + width + "@head" * data.draw(st.booleans())).verified
+    made, program = templates.PackedTemplate.of(verified), verified.program
+    first = program.groups[program.launch[program.bundle_first[:-1]]] == 0
+    number = np.full(len(program.chains), -1)
+    number[program.launch] = np.repeat(np.where(first, np.cumsum(first) - 1, -1), np.diff(program.bundle_first))
+    turns: dict[int, dict[int, int]] = {}  # by dQ tile: the bundle of each turn
+    tasks = program.expand()
+    for chain, target, turn in zip(tasks.chain, tasks.target, tasks.turn, strict=True):
+        if number[chain] >= 0:
+            turns.setdefault(int(target), {})[int(turn)] = int(number[chain])
+    reach = list(range(len(made.bundles)))
+    for of_turn in turns.values():
+        for turn in range(1, len(of_turn)):
+            reach[of_turn[turn]] = max(reach[of_turn[turn]], of_turn[turn - 1])
+    ends = [b for b in range(len(reach)) if max(reach[: b + 1]) == b]
+    expected = [next(end for end in ends if end >= b) - b for b in range(len(reach))]
+    assert made.bundles[:, PackedBundle.AWAITS].tolist() == expected
 
 
 def test_rounds_of_a_sequence_are_as_far_apart_as_other_sequences_allow() -> None:

@@ -52,7 +52,12 @@ class CpuBackend:
         return partial(backward, plan, config)
 
     def workers(self, plan: Planned) -> int:
-        return CpuConfig().worker_count(plan)
+        return max(CpuConfig().thread_count(), self.co_resident(plan))
+
+    def co_resident(self, plan: Planned) -> int:
+        if isinstance(plan, Pack):  # its panels run one after the other
+            return max((each.co_resident for each in plan.plans.values()), default=0)
+        return plan.co_resident
 
     def workspace_bytes(self, plan: Planned) -> int:
         if isinstance(plan, Pack):

@@ -19,7 +19,6 @@ from dash_attn.backends.cpu.threads import run_jobs, run_threads, without_grad
 from dash_attn.backends.cpu.turnstile import Turnstiles
 from dash_attn.backends.cpu.worker import FeaturedWorker, Job, Scratch, Worker
 from dash_attn.backends.sinks import write_sink_gradient
-from dash_attn.pack import Planned
 from dash_attn.plan import Plan, placement
 
 ORDERS = ("program", "any")
@@ -50,7 +49,7 @@ class CpuConfig:
     def thread_count(self) -> int:
         return torch.get_num_threads() if self.threads is None else self.threads
 
-    def worker_count(self, plan: Planned) -> int:
+    def worker_count(self, plan: Plan) -> int:
         return max(self.thread_count(), plan.co_resident) if self.workers is None else self.workers
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
 from dash_attn.backends.cpu.forward import Attended, fill
 from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
-from dash_attn.backends.sinks import write_sink_gradient
+from dash_attn.backends.sinks import write_sink_gradient, write_without_keys
 from dash_attn.kept import grown
 from dash_attn.pack import Pack
 from dash_attn.problem import Panel
@@ -37,10 +36,7 @@ def forward_pack(pack: Pack, q: Tensor, k: Tensor, v: Tensor, extras: Extras | N
             tensors = Attended(rows.of_q(q), rows.of_k(k), rows.of_k(v), rows.of_q(out), rows.of_lse(lse))
             fill(pack.problems[panel.kind], tensors, own)
         elif panel.len_q:
-            rows.of_q(out).zero_()
-            rows.of_lse(lse).fill_(-math.inf)
-            if softmax is not None and softmax.sinks is not None:
-                rows.of_lse(lse).copy_(softmax.sinks[:, None])
+            write_without_keys(rows.of_q(out), rows.of_lse(lse), None if softmax is None else softmax.sinks)
     return out, lse
 
 

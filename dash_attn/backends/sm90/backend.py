@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Held, Options
-from dash_attn.pack import Assembly, Pack, Planned, assemble
+from dash_attn.pack import Assembly, Pack, Planned, assemble, needed_workers
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem, SequenceColumn
 from dash_attn.tiling import TileShape
@@ -64,6 +64,9 @@ class Sm90Backend:
 
     def workers(self, plan: Planned) -> int:
         return resident_workers(self.device)
+
+    def co_resident(self, plan: Planned) -> int:
+        return needed_workers(plan.templates()) if isinstance(plan, Pack) else plan.co_resident
 
     def workspace_bytes(self, plan: Planned) -> int:
         if not isinstance(plan, Pack):

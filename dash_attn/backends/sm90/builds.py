@@ -35,7 +35,7 @@ class TraceBuffers:
     def of(launch: Launch, entries: int) -> TraceBuffers:
         """`entries` is the most that one worker may run: its tasks, and the entries for the ends of its chains."""
         shape = (launch.tables.workers, 1 + entries, launch.cfg.stamps)
-        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=launch.tables.program[0].device))
+        return TraceBuffers(torch.zeros(shape, dtype=torch.int64, device=launch.tables.runs.device))
 
 
 def trace(launch: Launch, operands: Operands, into: Gradients, entries: int) -> npt.NDArray[np.int64]:

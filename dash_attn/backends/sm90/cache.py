@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dash_attn.backends.sources import source_hash
 from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round, TileRows
-from dash_attn.program import Chain, Run
+from dash_attn.program import RUN_WIDTH, Chain, Run
 
 from .config import KernelConfig
 from .store import Store, Untrusted, discard
@@ -131,7 +131,7 @@ def toolchain() -> str:
 def sources() -> str:
     tables = (Chain, Run, Doc, Round, PackedBundle, PackedChain, TileRows, Fold, Part)
     columns = [(column.name, column.value) for table in tables for column in table]
-    return f"{source_hash(kernel_sources())} {columns}"
+    return f"{source_hash(kernel_sources())} {columns} {('RUN_WIDTH', RUN_WIDTH)}"
 
 
 @functools.cache

@@ -45,6 +45,11 @@ class Piece(IntEnum):
     ROWS = 3
 
 
+def padded(columns: int) -> int:
+    """Columns of a tile in shared memory, for tensors with this head dim."""
+    return 64 if columns <= 64 else 128
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """One build of the kernel. Equal configs have equal machine code. A config that cannot run cannot be made.
@@ -78,7 +83,7 @@ class KernelConfig:
     @property
     def dim(self) -> int:
         """Columns of a tile in shared memory."""
-        return 64 if self.columns <= 64 else 128
+        return padded(self.columns)
 
     @property
     def tile_m(self) -> int:
@@ -223,9 +228,9 @@ def select(
         raise ValueError(f"head dim {dim} is not built; multiples of 8 up to {max(HEAD_DIMS)} are")
     # The last contributor of a tile stages its dQ only after its turn has come, and until then the tensor cores idle.
     # With few contributors that costs less than a pass over the sums, with many it costs more.
-    narrow = dim <= 64
+    narrow = padded(dim) == 64
     keys = len_k // 2 if mask == "causal" else len_k
-    finish = "last" if ordered and keys < MANY_KEYS[64 if narrow else 128] else "postpass"
+    finish = "last" if ordered and keys < MANY_KEYS[padded(dim)] else "postpass"
     # All numbers below are measured without softcap (docs/experiments.md).
     if narrow:
         # Tiles of 128 queries have no registers left for p_early. Loading few pairs ahead frees registers, and these

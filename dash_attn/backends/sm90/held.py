@@ -8,7 +8,6 @@ are rounded once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Extras, KeySums, Operands, Partials
+from dash_attn.backends.sinks import write_without_keys
 from dash_attn.kept import grown
 from dash_attn.lazily import cached_property
 from dash_attn.pack import Assembly, Doc, Pack
@@ -58,11 +58,11 @@ class Sm90Held:
         self._require_rows()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty((1, q.shape[2], q.shape[1]), dtype=torch.float32)
-        empty = sinks_of(extras)[:, None] if self.pack.problem.features.sinks else -math.inf  # lse without keys
+        sinks = sinks_of(extras) if self.pack.problem.features.sinks else None
         with self._here():
             for forward, rows, keys in self.ranges:
                 if forward is None:
-                    out[:, rows], lse[:, :, rows] = 0, empty
+                    write_without_keys(out[:, rows], lse[:, :, rows], sinks)
                 else:
                     out[:, rows], lse[:, :, rows] = forward(q[:, rows], k[:, keys], v[:, keys], extras)
         return out, lse
@@ -166,7 +166,9 @@ def _range(problem: Problem, panels: list[Panel]) -> Range:
         return Range(None, q, k)
     alone = problem.alone(first)
     if problem.is_packed:
-        cu_q, cu_k = ([0, *accumulate(lengths)] for lengths in zip(*(panel[2:4] for panel in panels), strict=True))
+        cu_q, cu_k = (
+            [0, *accumulate(lengths)] for lengths in zip(*((each.len_q, each.len_k) for each in panels), strict=True)
+        )
         alone = replace(alone, len_q=cu_q[-1], len_k=cu_k[-1], mask=alone.mask & documents(cu_q, cu_k))
     return Range(LibraryForward(alone), q, k)
 

@@ -47,7 +47,7 @@ class Launch:
         self.program, self.facts = converted(tables.program), (*factors, *tables.facts)
         self.clears = tables.clears_dq or tables.clears_dkv or not cfg.ordered
         self.special = cfg.trace or cfg.debug
-        self._device = tables.program[0].device
+        self._device = tables.runs.device
         self._index = self._device.index if self._device.type == "cuda" else None
         self._workspace = Keeper(cfg, tables.n_q, tables.n_kv)
         # The key has the strides of tensors that need no copy. The value makes new tensors like q, k and v.
@@ -126,8 +126,8 @@ class Launch:
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
         if stream not in self._streams:
             if self._index is not None:
-                # Another stream copied the tables. Their memory must stay until this stream no longer uses it.
-                self.tables.program[0].record_stream(torch.cuda.current_stream(self._device))
+                # Another stream copied all tables into one memory. It must stay until this stream no longer uses it.
+                self.tables.runs.record_stream(torch.cuda.current_stream(self._device))
             self._streams.add(stream)
         if workspace is None:
             room = self._workspace(q, k, dq, stream)
@@ -135,7 +135,8 @@ class Launch:
             room = self._workspace.room(workspace, k)
         if self.clears:
             clear(self.cfg, self.tables, into, room)
-        extra = (*room.sums[:1], *self.tables.q_tiles)
+        words, kv_sum = room.sums
+        extra = self.tables.q_tiles if words is None else (words, *self.tables.q_tiles)
         if extras is None or extras.dlse is None:
             self.prepare((dout, out, lse), room.stats, extra)
         else:
@@ -145,12 +146,12 @@ class Launch:
             self.sink_sums(room.stats, extras.sinks.contiguous(), extras.dsinks)
         stats, facts = room.all, self.facts
         if buffers is not None:
-            stats, facts = (*room.ws, *room.sums, *buffers.tensors), (*facts, *buffers.addresses)
+            stats, facts = (*room.ws, *room.sums.tensors, *buffers.tensors), (*facts, *buffers.addresses)
         self.main((q, dout, k, v, dq, dk, dv), stats, self.program, facts)
         if self.finish is not None:
             self.finish(room.ws.dq_sum, dq, self.tables.q_tiles, self.scale)
         if self.finish_kv is not None:
-            self.finish_kv(room.sums[1], (dv, dk), self.tables.kv_tiles, self.scale)
+            self.finish_kv(kv_sum, (dv, dk), self.tables.kv_tiles, self.scale)
 
 
 def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradients, room: Room) -> None:
@@ -158,7 +159,9 @@ def clear(cfg: KernelConfig, tables: DeviceTables | PackedTables, into: Gradient
     if tables.clears_dq:
         into.dq.zero_()
     if tables.clears_dkv:
-        for unwritten in (into.dk, into.dv, *room.sums[1:]):
-            unwritten.zero_()
+        into.dk.zero_()
+        into.dv.zero_()
+        if room.sums.kv_sum is not None:
+            room.sums.kv_sum.zero_()
     if not cfg.ordered or (tables.clears_dq and not cfg.last_finishes):
         room.ws.dq_sum.zero_()

@@ -22,7 +22,7 @@ class PackedBackward:
             extras = extras._replace(dlse=lse_rows(extras.dlse))
         grads = self.launch(rows_of(operands), extras=extras)
         if into is None:
-            return Gradients(*[grad.view(x.shape) for grad, x in zip(grads, operands[1:4], strict=True)])
+            return Gradients(*[grad.view(x.shape) for grad, x in zip(grads, operands.qkv, strict=True)])
         for given, grad in zip(into, grads, strict=True):
             given.copy_(grad.view(given.shape))
         return into

@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from dash_attn.pack import Assembly, Round
-from dash_attn.program import Program, Sequences
+from dash_attn.program import RUN, RUN_WIDTH, Program, Sequences
 
 from .config import MOST_TURNS
 
 NO_LIMIT = 1 << 29  # tokens that a window without a limit reaches
-RUN_WORDS = 8  # words of a run on the device: the columns RUN and one zero, so that a row is two 16-byte loads
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceTables:
     """The tables of a verified and placed Program that the kernel reads: int32, contiguous."""
 
-    chains: Tensor  # [C, 5] columns CHAIN
-    runs: Tensor  # [R, 8] columns RUN and one column of zeros
+    chains: Tensor  # [C, len(CHAIN)] columns CHAIN
+    runs: Tensor  # [R, RUN_WIDTH] columns RUN, and zeros
     worker_first: Tensor  # [W + 1]
     worker_chains: Tensor  # [C]
     contributors: Tensor  # [n_q]
@@ -66,14 +65,23 @@ class DeviceTables:
         check_turns(program.contributors)
         used = np.flatnonzero(np.diff(placement.first))  # a worker without chains would only occupy an SM
         first = np.append(placement.first[:-1][used], placement.first[-1])
-        padded = np.zeros((max(1, len(program.runs)), RUN_WORDS), np.int32)
-        padded[: len(program.runs), : program.runs.shape[1]] = program.runs
+        padded = np.zeros((max(1, len(program.runs)), RUN_WIDTH), np.int32)
+        padded[: len(program.runs), : len(RUN)] = program.runs
         parts = [program.chains, padded, first, placement.chains, program.contributors, *rows]  # all of them int32
         views = joined(parts, device)
         chains, runs, worker_first, worker_chains, contributors, *intervals = views
         row_lo, row_hi = intervals or (None, None)
         empty = bool((program.contributors == 0).any())
-        return DeviceTables(chains, runs, worker_first, worker_chains, contributors, empty, row_lo, row_hi)
+        return DeviceTables(
+            chains=chains,
+            runs=runs,
+            worker_first=worker_first,
+            worker_chains=worker_chains,
+            contributors=contributors,
+            empty_q_tiles=empty,
+            row_lo=row_lo,
+            row_hi=row_hi,
+        )
 
 
 class PackFacts(NamedTuple):
@@ -92,13 +100,22 @@ class PackFacts(NamedTuple):
 class PackedTables:
     """The tables of a pack that the kernels read: int32, contiguous."""
 
-    program: tuple[Tensor, ...]  # docs, bundles, chains, runs and contributors
+    docs: Tensor  # one row for each round: columns Round, then the columns Doc of its sequence
+    bundles: Tensor
+    chains: Tensor
+    runs: Tensor
+    contributors: Tensor  # template by template
     q_tiles: tuple[Tensor]  # first row and number of rows of each q tile
     kv_tiles: tuple[Tensor, ...]  # the same for keys. With panels: the tables folds and parts
     n_kv: int  # kv tiles, of all panels
     facts: PackFacts
     clears_dq: bool
     clears_dkv: bool
+
+    @property
+    def program(self) -> tuple[Tensor, ...]:
+        """The tables that the main kernel reads."""
+        return self.docs, self.bundles, self.chains, self.runs, self.contributors
 
     @property
     def folds(self) -> bool:
@@ -113,24 +130,29 @@ class PackedTables:
     def workers(self) -> int:
         return self.facts.workers
 
-    @property
-    def contributors(self) -> Tensor:
-        """Template by template."""
-        return self.program[-1]
-
     @staticmethod
     def of(pack: Assembly, workers: int, sides: Sequence[int | None], device: torch.device) -> PackedTables:
         """Upload the tables in one copy. `sides` are the left and right side of the window. None is no limit."""
         check_turns(pack.contributors)
         keys = (pack.folds, pack.parts) if pack.sizes.panels > 1 and not pack.sizes.apart else (pack.kv_tiles,)
-        docs = np.hstack([pack.rounds, pack.docs[pack.rounds[:, Round.DOC]]])
-        program = [docs, pack.bundles, pack.chains, pack.runs, pack.contributors]
-        views, n = joined([*program, pack.q_tiles, *keys], device), len(program)
-        q_tiles, kv_tiles = (views[n],), tuple(views[n + 1 :])
+        by_round = np.hstack([pack.rounds, pack.docs[pack.rounds[:, Round.DOC]]])
+        parts = [by_round, pack.bundles, pack.chains, pack.runs, pack.contributors, pack.q_tiles, *keys]
         left, right = (NO_LIMIT if side is None else max(-NO_LIMIT, min(side, NO_LIMIT)) for side in sides)
         facts = PackFacts(min(workers, pack.tickets), pack.tickets, left, right)
-        clears = pack.clears_dq, pack.clears_dkv
-        return PackedTables(tuple(views[:n]), q_tiles, kv_tiles, len(pack.kv_tiles), facts, *clears)
+        docs, bundles, chains, runs, contributors, q_tiles, *kv_tiles = joined(parts, device)
+        return PackedTables(
+            docs=docs,
+            bundles=bundles,
+            chains=chains,
+            runs=runs,
+            contributors=contributors,
+            q_tiles=(q_tiles,),
+            kv_tiles=tuple(kv_tiles),
+            n_kv=len(pack.kv_tiles),
+            facts=facts,
+            clears_dq=pack.clears_dq,
+            clears_dkv=pack.clears_dkv,
+        )
 
 
 def check_turns(contributors: npt.NDArray[np.int32]) -> None:

@@ -88,13 +88,13 @@ class Keeper:
         kept = _kept.on.get(size[0])
         if kept is None or kept[0] != size:
             room = self.room(Workspace.of(self.cfg, q, n_q=self.n_q), k)
-            kept = _kept.on[size[0]] = size, Room(room.ws, room.sums, *map(converted, room[2:]))
+            kept = _kept.on[size[0]] = size, room._replace(stats=converted(room.stats), all=converted(room.all))
         return kept[1]
 
     def room(self, ws: Workspace, k: Tensor) -> Room:
         """A workspace, with sums of dV and dK if chains are cut."""
         sums = kv_sums(self.cfg, k, self.n_kv)
-        return Room(ws, sums, tuple(ws), (*ws, *sums))
+        return Room(ws, sums, tuple(ws), (*ws, *sums.tensors))
 
     def _size_of(self, q: Tensor, k: Tensor) -> Size:
         """The device, and all that the shapes of a workspace follow from."""
@@ -105,29 +105,41 @@ class Keeper:
         return q.device.index, *tiles, batch * heads, seqlen, k.shape if cfg.cut else ()
 
 
+class ChainSums(NamedTuple):
+    """Buffers of packs and of cut chains. None stands for a buffer that the kernels do not take.
+
+    words   the ticket counter of a pack, and the turnstiles of cut chains
+    kv_sum  the sums of dV and dK. Only cut chains have them
+    """
+
+    words: Tensor | None = None
+    kv_sum: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(x for x in self if x is not None)
+
+
 class Room(NamedTuple):
     """All buffers of a call. `stats` are those of the kernel before the main one, `all` those of the main kernel."""
 
     ws: Workspace
-    sums: tuple[Tensor, ...]  # see kv_sums
+    sums: ChainSums
     stats: Any
     all: Any
 
 
-def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> tuple[Tensor, ...]:
-    """Nothing, or `words`, or `words` and the sums of dV and dK.
-
-    `words` holds the ticket counter of a pack and the turnstiles of cut chains. Only cut chains have the sums.
-    """
+def kv_sums(cfg: KernelConfig, k: Tensor, n_kv: int | None = None) -> ChainSums:
+    """New buffers, as the config needs them."""
     if not cfg.cut and not cfg.packed:
-        return ()
+        return ChainSums()
     batch, seqlen, heads = sizes_of(k)
     planes, tiles = batch * heads, -(-seqlen // cfg.tile_n) if n_kv is None else n_kv
     count = KV_COUNTERS + (2 * planes * tiles * cfg.chain_entries if cfg.cut else 0)
     words = torch.empty(count, dtype=torch.int32, device=k.device)
     if not cfg.cut:
-        return (words,)
-    return words, torch.empty(kv_sum_shape(cfg, planes, tiles), dtype=torch.float32, device=k.device)
+        return ChainSums(words)
+    return ChainSums(words, torch.empty(kv_sum_shape(cfg, planes, tiles), dtype=torch.float32, device=k.device))
 
 
 def kv_sum_shape(cfg: KernelConfig, planes: int, n_kv: int) -> tuple[int, int, int, int]:

@@ -8,7 +8,7 @@ from dash_attn.backends import Backend, backend_for
 from dash_attn.backends.sm90.backend import Sm90Backend
 from dash_attn.pack import Planned
 from dash_attn.problem import Problem
-from dash_attn.tools.cli.workload import SMS
+from dash_attn.simulate import H200_SMS
 
 UNKNOWN = "unknown: no Hopper GPU here"
 
@@ -26,7 +26,7 @@ class AbsentSm90(Sm90Backend):
         return UNKNOWN
 
     def workers(self, plan: Planned) -> int:
-        return SMS
+        return H200_SMS
 
 
 def sm90() -> Backend:

@@ -158,7 +158,7 @@ class Trial:
 
 def _torch_gradients(problem: Problem, operands: Operands) -> tuple[torch.Tensor, ...]:
     """torch's own attention, differentiated by torch."""
-    leaves = [x.detach().requires_grad_() for x in operands[1:4]]
+    leaves = [x.detach().requires_grad_() for x in operands.qkv]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     keys, values = (x.repeat_interleave(problem.group, 1) for x in (k, v))
     out = scaled_dot_product_attention(q, keys, values, is_causal=problem.mask.is_causal)

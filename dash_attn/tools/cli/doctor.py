@@ -198,7 +198,8 @@ def changing(problem: Problem, device: torch.device) -> Attempt:
             late = JITTER if number % 2 else 0.0
             return Options(kernel=(("threads", 1 + (most - 1 + number) % (most + 2)), ("jitter", late)))
         prepared = prepare(problem, "auto", Options(), device)
-        spare = prepared.backend.workers(prepared.plan) - prepared.plan.co_resident
+        backend, planned = prepared.backend, prepared.plan
+        spare = backend.workers(planned) - backend.co_resident(planned)
         return Options(sm_margin=min(4 * (number % 5), spare))
 
     return lambda number: results(prepare(problem, "auto", options(number), device), drawn)

@@ -8,12 +8,11 @@ from typing import Annotated, Any
 from typer import Context, Option
 
 from dash_attn.pack import Pack
-from dash_attn.simulate import Paper, Tickets, lower_bounds
+from dash_attn.simulate import H200_SMS, Paper, Tickets, lower_bounds
 from dash_attn.tools.cli.app import Json, command, emit
 from dash_attn.tools.cli.tables import console, fact_table, simulated, working
 from dash_attn.tools.cli.workload import (
     CPU_WORKERS,
-    SMS,
     WORKERS,
     PolicyOption,
     ProblemOptions,
@@ -32,7 +31,8 @@ def explain(
     problem: ProblemOptions,
     policy: PolicyOption = "auto",
     workers: Annotated[
-        int | None, Option("--workers", help=f"{WORKERS} [default: the GPU's SMs, {SMS} without one, {CPU_WORKERS}]")
+        int | None,
+        Option("--workers", help=f"{WORKERS} [default: the GPU's SMs, {H200_SMS} without one, {CPU_WORKERS}]"),
     ] = None,
     as_json: Json = False,
 ) -> None:

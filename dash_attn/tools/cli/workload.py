@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import lcm
@@ -14,7 +15,7 @@ from dash_attn.launch import compose
 from dash_attn.order import POLICIES, applicable, looks_at_batch
 from dash_attn.pack import Pack
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
-from dash_attn.simulate import Machine, Model, Paper, Tickets
+from dash_attn.simulate import H200_SMS, Machine, Model, Paper, Tickets
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.tools.cli.app import given_options
 from dash_attn.verify import Verified, verify
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 BACKENDS = {"sm90": "bfloat16", "cpu": "float32"}  # name and the dtype that it runs unless another is given
 TILES = 8  # of a head, where neither --seqlen nor --q-tiles is given
-SMS = 132  # of an H100 or H200
 POLICY = (
     f"the order: auto, {', '.join(POLICIES)}; a window width follows ':', as in shift:64; @head at the end orders "
     "each query head by itself, auto@group all query heads of a key/value head together"
@@ -52,7 +52,7 @@ WORKERS = "workers that run at once"
 CPU_WORKERS = "or all CPU threads"
 WorkersOption = Annotated[
     int | None,
-    Option("--workers", help=f"{WORKERS} [default: one a kv tile; with --seqlen {SMS} SMs, {CPU_WORKERS}]"),
+    Option("--workers", help=f"{WORKERS} [default: one a kv tile; with --seqlen {H200_SMS} SMs, {CPU_WORKERS}]"),
 ]
 
 
@@ -135,12 +135,12 @@ class ModelOptions:
     compute: Annotated[float | None, Option("--compute", help=f"{COMPUTE} [default: the model's]")] = None
     reduce: Annotated[float | None, Option("--reduce", help=f"{REDUCE} [default: the model's]")] = None
 
-    def value(self, h200: Machine) -> Model:
+    def value(self, h200: Callable[[], Machine]) -> Model:
         """The named model, with its compute and reduce times replaced where given."""
-        models: dict[str, Model] = {"paper": Paper(), "machine": Machine(), "h200": h200}
+        models: dict[str, Callable[[], Model]] = {"paper": Paper, "machine": Machine, "h200": h200}
         if self.model not in models:
             raise ValueError(f"--model {self.model!r}: choose from {', '.join(models)}")
-        base = models[self.model]
+        base = models[self.model]()
         compute = base.compute if self.compute is None else self.compute
         reduce = base.reduce if self.reduce is None else self.reduce
         check_times(compute, reduce)
@@ -207,9 +207,14 @@ class Workload:
 
     def model(self, asked: ModelOptions) -> Model:
         """The model of time asked for; one that is fitted to a GPU is the one for this problem's kernel."""
+        return asked.value(self._h200)
+
+    def _h200(self) -> Machine:
+        from dash_attn.backends.sm90.config import padded
+
         if not self.problem.is_real or self.problem.backend == "cpu":
-            return asked.value(Machine.h200(padded(self.problem.head_dim)))
-        return asked.value(h200_of(self.problem.problem()))
+            return Machine.h200(padded(self.problem.head_dim))
+        return h200_of(self.problem.problem())
 
     def workers(self, given: int | None) -> int:
         """Workers to simulate: the paper puts a head on as many as it has kv tiles, a real problem has a machine."""
@@ -222,7 +227,7 @@ class Workload:
             import torch
 
             return torch.get_num_threads()
-        return SMS
+        return H200_SMS
 
 
 def policies_of(pack: Pack) -> list[str]:
@@ -260,16 +265,12 @@ def backend_named(name: str) -> Backend:
     return sm90()
 
 
-def padded(head_dim: int) -> int:
-    """The columns that the Hopper kernel works with."""
-    return 64 if head_dim <= 64 else 128
-
-
 def h200_of(problem: Problem) -> Machine:
     """An H200 while it runs the kernel of a problem."""
     from dash_attn.backends.sm90.backend import config_of
 
-    return Machine.h200(padded(problem.dim), config_of(problem).last_finishes)
+    cfg = config_of(problem)
+    return Machine.h200(cfg.dim, cfg.last_finishes)
 
 
 def parse_mask(text: str) -> Mask:

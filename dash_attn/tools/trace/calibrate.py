@@ -21,18 +21,16 @@ import numpy.typing as npt
 from dash_attn.backends.sm90.config import KernelConfig, select
 from dash_attn.launch import compose
 from dash_attn.lazily import cached_property
-from dash_attn.order import POLICIES, looks_at_batch
-from dash_attn.order.policies import choose
+from dash_attn.order import POLICIES, looks_at_batch, resolve
 from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import play
-from dash_attn.simulate import Machine
+from dash_attn.simulate import H200_SMS, Machine
 from dash_attn.tiling import TileShape, Tiling, tile
 from dash_attn.tools.trace.measured import measured
 from dash_attn.tools.trace.record import Trace, load_trace
 from dash_attn.verify import Placed, verify
 
 Floats = npt.NDArray[np.float64]
-WORKERS = 132
 TOKENS, HIDDEN = 16384, 2048  # of the paper's grid
 CELL = re.compile(r"d(64|128) (full|causal) (\d+)")
 MASKS = {str(mask): mask for mask in (FULL, CAUSAL)}  # those of the grid, which the side kernels are fitted for
@@ -68,7 +66,8 @@ class Cell:
 
     @property
     def dim(self) -> int:
-        return 64 if self.problem.dim <= 64 else 128  # as tiles are padded
+        """As tiles are padded."""
+        return self.config.dim
 
     @property
     def config(self) -> KernelConfig:
@@ -104,7 +103,7 @@ class Sample:
 
     @cached_property
     def placed(self) -> Placed:
-        return verify(compose(self.cell.tiling(), self.policy)).on(WORKERS)
+        return verify(compose(self.cell.tiling(), self.policy)).on(H200_SMS)
 
 
 @dataclass(frozen=True)
@@ -341,7 +340,7 @@ def hold(models: dict[int, CallModel], samples: Sequence[Sample]) -> Calibration
 
 
 def _report(cell: Cell, main_only: bool, predicted: Sequence[tuple[Sample, float]]) -> CellReport:
-    auto = Sample(cell, str(choose(cell.tiling())), 0.0)
+    auto = Sample(cell, str(resolve(cell.tiling(), "auto")), 0.0)
     same = [s.policy for s, _ in predicted if s.runs == auto.runs]
     files = sorted({file for s, _ in predicted for file in s.files})
     return CellReport(

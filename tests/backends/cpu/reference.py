@@ -27,7 +27,7 @@ def operands(problem: Problem, seed: int = 0) -> Operands:
 
 def by_torch(problem: Problem, given: Operands) -> tuple[Tensor, ...]:
     """Gradients by torch's own attention in the dtype of the inputs."""
-    leaves = [x.detach().requires_grad_() for x in given[1:4]]
+    leaves = [x.detach().requires_grad_() for x in given.qkv]
     heads_first = (x.repeat_interleave(problem.heads_q // x.shape[2], 2).transpose(1, 2) for x in leaves)
     allowed = torch.from_numpy(problem.mask.dense(problem.len_q, problem.len_k))
     out = scaled_dot_product_attention(*heads_first, attn_mask=allowed, scale=problem.softmax_scale)
@@ -42,9 +42,9 @@ def ordered(problem: Problem, shape: TileShape, policy: str = "auto") -> Planned
 def run(planned: Planned, given: Operands, *, workers: int | None = None, **config: object) -> Gradients:
     """The backward of a plan, into tensors full of NaN, on at least `workers` workers. Tests choose the tile shape,
     which `prepare` does not let them."""
-    into = Gradients(*(torch.full_like(x, math.nan) for x in given[1:4]))
+    into = Gradients(*(torch.full_like(x, math.nan) for x in given.qkv))
     if workers is not None:
-        config["workers"] = max(workers, planned.co_resident)
+        config["workers"] = max(workers, CpuBackend().co_resident(planned))
     CpuBackend().backward(planned, Options(kernel=tuple(config.items())))(given, into)
     return into
 

@@ -108,7 +108,7 @@ def check_replays(problem: Problem) -> None:
 
 def room(operands: Operands) -> Gradients:
     """Gradients to be written."""
-    return Gradients(*(torch.empty_like(x) for x in operands[1:4]))
+    return Gradients(*(torch.empty_like(x) for x in operands.qkv))
 
 
 def poison(workspace: Workspace | None, into: Gradients) -> None:

@@ -82,7 +82,7 @@ def test_other_head_dims(dim, mask, finish):
     case, ready = Case.make(problem), prepared(problem, finish=finish)
     *tensors, lse = case.operands
     operands = Operands(*(inside_nan(t) for t in tensors), lse)
-    wide = Gradients(*(inside_nan(torch.zeros_like(t)) for t in operands[1:4]))
+    wide = Gradients(*(inside_nan(torch.zeros_like(t)) for t in operands.qkv))
     got = ready.backward(operands, wide)
     assert max(errors(got, case.want)) < TOLERANCE[problem.dtype]
     assert all(t._base[..., dim:].isnan().all() for t in got)

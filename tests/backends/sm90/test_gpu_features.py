@@ -66,7 +66,7 @@ def made(problem: Problem, seed: int = 0, gain: float = 1.0) -> tuple[Operands, 
 
 
 def worst(problem: Problem, operands: Operands, extras: Extras, got: Gradients) -> float:
-    return max(errors(got, featured.gradients(problem, operands.dout, operands[1:4], extras)))
+    return max(errors(got, featured.gradients(problem, operands.dout, operands.qkv, extras)))
 
 
 def part(operands: Operands, extras: Extras, a: int, b: int) -> tuple[Operands, Extras]:
@@ -263,7 +263,7 @@ def test_softcap(mask: Mask, dim: int, dtype: str) -> None:
     """Poisoned buffers, both ways of finishing dQ, fewer SMs, and repeats."""
     problem = Problem(1, 4, 2, 1000, 1000, dim, dtype, mask=mask, features=CAPPED)
     operands, _ = made(problem, gain=2.0)
-    case = Case(problem, operands, featured.gradients(problem, operands.dout, operands[1:4]))
+    case = Case(problem, operands, featured.gradients(problem, operands.dout, operands.qkv))
     first = case.run(prepared(problem))
     assert max(errors(first, case.want)) < CAPPED_TOLERANCE
     for finish in FINISHES:
@@ -287,7 +287,7 @@ def test_softcap_in_cut_chains_and_panels(dim: int, policy: str) -> None:
     for panels in (1, 3):
         problem = Problem(1, 6, 2, 700, 700, dim, mask=CAUSAL, features=CAPPED, panels=panels)
         operands, _ = made(problem)
-        case = Case(problem, operands, featured.gradients(problem, operands.dout, operands[1:4]))
+        case = Case(problem, operands, featured.gradients(problem, operands.dout, operands.qkv))
         ready = prepared(problem, policy)
         assert max(errors(case.run(ready), case.want)) < CAPPED_TOLERANCE and case.differing(ready, 20) == 0
 

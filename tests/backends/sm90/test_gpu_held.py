@@ -86,7 +86,7 @@ def test_panels_of_ranks_have_the_bits_of_one_call(shape, mask: Mask, layout: La
     for batch, len_q, len_k in ((1, 1000, 1000), (2, 513, 513), (1, 700, 1100), (1, 900, 500)):
         problem = Problem(batch, heads_q, heads_kv, len_q, len_k, dim, mask=mask, panels=8)
         case = Case.make(problem)
-        out, lse = prepared(problem).forward(*case.operands[1:4])
+        out, lse = prepared(problem).forward(*case.operands.qkv)
         case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
         got_out, got_lse, grads = on_ranks(case, layout)
         assert torch.equal(got_out, out) and torch.equal(got_lse, lse), (batch, len_q, len_k)
@@ -161,7 +161,7 @@ def test_packs(policy: str) -> None:
     cu = [0, *accumulate(lengths)]
     problem = Problem(1, 4, 2, cu[-1], cu[-1], 128, mask=CAUSAL & documents(cu), panels=8)
     case = Case.make(problem)
-    out, lse = prepared(problem, policy).forward(*case.operands[1:4])
+    out, lse = prepared(problem, policy).forward(*case.operands.qkv)
     case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
     got_out, got_lse, grads = on_ranks(case, Layout("zigzag", 4, 8), policy)
     assert torch.equal(got_out, out) and torch.equal(got_lse, lse)

@@ -68,7 +68,7 @@ def contributors_of(launch: Launch) -> np.ndarray:
     contributors = launch.tables.contributors.cpu().numpy()
     if not launch.cfg.packed:
         return contributors
-    rounds = launch.tables.program[0][:, len(Round) :].tolist()  # a sequence may have several
+    rounds = launch.tables.docs[:, len(Round) :].tolist()  # a sequence may have several
     docs = {doc[Doc.Q_TILE]: doc for doc in rounds if doc[Doc.Q_ROWS]}
     tiles = [(docs[at][Doc.CONTRIBUTORS], -(-docs[at][Doc.Q_ROWS] // launch.cfg.tile_m)) for at in sorted(docs)]
     return np.concatenate([contributors[first : first + count] for first, count in tiles])

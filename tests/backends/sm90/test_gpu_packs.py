@@ -46,7 +46,7 @@ def posed(shape: tuple[int, int, int], lengths: list[int], mask: Mask) -> Proble
 
 
 def bits_of(problem: Problem, operands: Operands, policy: str, **kernel: object) -> Gradients:
-    return Case(problem, operands, Gradients(*operands[1:4])).run(prepared(problem, policy, **kernel))
+    return Case(problem, operands, Gradients(*operands.qkv)).run(prepared(problem, policy, **kernel))
 
 
 def part(grads: Gradients, a: int, b: int) -> Gradients:

@@ -32,7 +32,7 @@ def rows(operands: Operands, q: slice, k: slice) -> Operands:
 
 
 def bits_of(problem: Problem, operands: Operands, policy: str = "auto", **kernel: object) -> Gradients:
-    return Case(problem, operands, Gradients(*operands[1:4])).run(prepared(problem, policy, **kernel))
+    return Case(problem, operands, Gradients(*operands.qkv)).run(prepared(problem, policy, **kernel))
 
 
 @pytest.mark.parametrize("finish", ["last", "postpass"])

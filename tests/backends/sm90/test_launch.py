@@ -77,7 +77,7 @@ def operands_of(layout: Callable[[Tensor], Tensor]) -> Operands:
 
 
 def equal(grads: Gradients, operands: Operands) -> bool:
-    return all(torch.equal(grad, x) for grad, x in zip(grads, operands[1:4], strict=True))
+    return all(torch.equal(grad, x) for grad, x in zip(grads, operands.qkv, strict=True))
 
 
 LAYOUTS = pytest.mark.parametrize("layout", [contiguous, shifted, sliced, uneven], ids=lambda layout: layout.__name__)

@@ -9,9 +9,10 @@ from dash_attn.backends.sm90 import backend, launch
 from dash_attn.backends.sm90.workspace import kv_sums
 from dash_attn.distributed.layout import Layout
 from dash_attn.distributed.routes import Routes
-from dash_attn.pack import Pack, assemble
+from dash_attn.pack import Pack, Round, assemble
 from dash_attn.plan import placement, plan
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
+from dash_attn.program import RUN, RUN_WIDTH
 from dash_attn.tiling import TileShape
 
 
@@ -26,7 +27,8 @@ def test_tables_are_the_program(mask: Mask, workers: int, monkeypatch):
     program, placed = planned.program, placement(planned, workers)
     tables = backend.launch_of(planned, Options(), cpu).tables
     assert np.array_equal(tables.chains.numpy(), program.chains)
-    assert np.array_equal(tables.runs.numpy()[:, :7], program.runs) and not tables.runs[:, 7].any()
+    assert np.array_equal(tables.runs.numpy()[:, : len(RUN)], program.runs) and not tables.runs[:, len(RUN) :].any()
+    assert tables.runs.shape[1] == RUN_WIDTH == 8, "two loads of 16 bytes"
     assert np.array_equal(tables.contributors.numpy(), program.contributors)
     busy = [b for a, b in zip(placed.first, placed.first[1:], strict=False) if a < b]
     assert tables.worker_first.tolist() == [0, *busy]  # workers without chains are left out
@@ -62,7 +64,7 @@ def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
     assert np.array_equal(folds.numpy(), made.folds) and np.array_equal(parts.numpy(), made.parts)
     assert run.tables.n_kv == sum(-(-panel.len_k // shape.n) for panel in problem.panel_list) > len(made.folds)
     k = torch.empty(1, problem.batch * problem.len_k, problem.heads_kv, problem.dim, dtype=torch.bfloat16)
-    _, sums = kv_sums(run.cfg, k, run.tables.n_kv)
+    sums = kv_sums(run.cfg, k, run.tables.n_kv).kv_sum
     assert sums.shape[:2] == (problem.heads_kv, run.tables.n_kv)
     whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
     queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
@@ -87,8 +89,32 @@ def test_without_panels_nothing_is_folded(monkeypatch):
     monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
     problem = Problem(1, 4, 2, 700, 700, 128, mask=documents([0, 100, 700], causal=True))
     run = backend.pack_launch_of(Pack(problem, lambda _: TileShape(64, 128)), Options(), cpu)
-    (kv_tiles,) = run.tables.kv_tiles
+    (kv_tiles,), (q_tiles,) = run.tables.kv_tiles, run.tables.q_tiles
+    made = assemble(problem, TileShape(64, 128))
+    for name in ("bundles", "chains", "runs", "contributors"):
+        assert np.array_equal(getattr(run.tables, name).numpy(), getattr(made, name)), name
+    assert np.array_equal(q_tiles.numpy(), made.q_tiles) and np.array_equal(kv_tiles.numpy(), made.kv_tiles)
+    docs = run.tables.docs.numpy()
+    assert np.array_equal(docs[:, : len(Round)], made.rounds)
+    assert np.array_equal(docs[:, len(Round) :], made.docs[made.rounds[:, Round.DOC]])
+    memory = {table.untyped_storage().data_ptr() for table in (*run.tables.program, q_tiles, kv_tiles)}
+    assert len(memory) == 1, "a stream that keeps one table keeps all of them"
     assert kinds == [False] and run.tables.n_kv == len(kv_tiles) == 1 + 5
+
+
+def test_a_pack_is_refused_with_fewer_workers_than_are_said(monkeypatch):
+    """Tickets of a window need more workers than the plans of its documents."""
+    cpu = torch.device("cpu")
+    sm90 = backend.Sm90Backend(cpu)
+    mask = documents([0, 700, 2200]) & window(300, 0)
+    pack = Pack(Problem(1, 4, 4, 2200, 2200, 128, mask=mask), sm90.tile_shape, "diagonal:8")
+    assert sm90.co_resident(pack) == 6 > max(each.co_resident for each in pack.plans.values())
+    monkeypatch.setattr(launch, "kernels", lambda *_: (None, None, None, None))
+    monkeypatch.setattr(launch, "converted", lambda tensors: tensors)
+    monkeypatch.setattr(backend, "resident_workers", lambda device: 6)
+    assert backend.pack_launch_of(pack, Options(), cpu).tables.workers == 6
+    with pytest.raises(ValueError, match="sm_margin=1 leaves 5 SMs: this order needs 6 co-resident workers, 5 are"):
+        backend.pack_launch_of(pack, Options(sm_margin=1), cpu)
 
 
 def test_panels_of_a_window_with_a_right_side_are_refused():

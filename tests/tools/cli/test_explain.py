@@ -13,6 +13,8 @@ from dash_attn.pack import Pack
 from dash_attn.plan import plan
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Problem, documents, window
+from dash_attn.simulate import Machine, simulate
+from dash_attn.tiling import TileShape
 from dash_attn.tools.cli.absent import AbsentSm90
 from dash_attn.tools.cli.main import main
 
@@ -81,9 +83,16 @@ def test_documents_are_explained_together(capsys, backend):
         assert said["tickets"] > 0 and said["critical_path"]
 
 
+NEEDS = {
+    "causal": ["--mask", "causal-documents:300,24,2400"],
+    "window": ["--mask", "documents:700,1500", "--window", "300,0", "--policy", "diagonal:8"],
+}
+
+
+@pytest.mark.parametrize("words", NEEDS.values(), ids=NEEDS)
 @pytest.mark.parametrize("backend", ["sm90", "cpu"])
-def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend):
-    sizes = ["--heads", 2, "--seqlen", 2724, "--mask", "causal-documents:300,24,2400", "--backend", backend]
+def test_too_few_workers_for_documents_are_refused_in_the_words_of_all_orders(capsys, backend, words):
+    sizes = ["--heads", 2, *words, "--backend", backend]
     needed = json.loads(run(capsys, "explain", *sizes, "--json"))["co_resident"]
     out, err, code = called(capsys, "explain", *sizes, "--workers", needed - 1)
     assert (out, code) == ("", 2) and f"needs {needed} co-resident workers, {needed - 1} are there" in err
@@ -125,6 +134,18 @@ def test_the_model_is_that_of_the_head_dim(capsys):
     assert makespans[64]["makespan"] < 0.7 * makespans[128]["makespan"]
     said = json.loads(run(capsys, "explain", *sizes, "--head-dim", 64))
     assert said["makespan_us"] == makespans[64]["makespan"] >= max(said["lower_bounds_us"].values())
+
+
+@pytest.mark.parametrize("backend", ["sm90", "cpu"])
+@pytest.mark.parametrize(("dim", "tile_dim"), [(40, 64), (64, 64), (72, 128), (128, 128)])
+def test_the_fitted_model_is_that_of_the_head_dim_of_tiles(capsys, dim, tile_dim, backend):
+    rows = [
+        json.loads(run(capsys, "simulate", *words, "--backend", backend, "--model", "h200", "--json"))
+        for words in (["--q-tiles", 4, "--head-dim", dim], ["--q-tiles", 4, "--head-dim", tile_dim])
+    ]
+    problem = Problem(1, 1, 1, 8, 8, mask=CAUSAL)
+    result = simulate(plan(problem, TileShape(2, 2)).program, 4, Machine.h200(tile_dim), record=False)
+    assert rows[0] == rows[1] and rows[0]["makespan"] == result.makespan
 
 
 def test_the_critical_path_is_named(capsys):

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from dash_attn.launch import compose
-from dash_attn.order import choose, looks_at_batch
-from dash_attn.problem import Mask, Problem, tiles, window
-from dash_attn.simulate import Machine, simulate
+from dash_attn.order import looks_at_batch
+from dash_attn.problem import CAUSAL, Mask, Problem, tiles, window
+from dash_attn.simulate import H200_SMS, Machine, simulate
 from dash_attn.tiling import TileShape, tile
 from dash_attn.tools.bench.ours import USUAL
 from dash_attn.tools.trace.calibrate import (
     BEGIN,
-    WORKERS,
     CallModel,
     Cell,
     CellReport,
@@ -101,6 +100,17 @@ def test_traces_are_measurements_of_the_main_kernel(tmp_path: Path) -> None:
     assert Machine(**report.to_json()["128"]["machine"]).compute == round(report.models[128].machine.compute, 3)
 
 
+def test_auto_is_what_a_call_gets() -> None:
+    """It orders each q head of a short group by itself."""
+    problem = Problem(2, 8, 2, 1024, 1024, mask=CAUSAL)
+    cell = Cell("grouped", problem)
+    program = compose(cell.tiling())
+    assert program.policy == "symmetric_shift:64@head"
+    samples = [Sample(cell, policy, 100.0) for policy in (program.policy, "symmetric_shift:64", "spt@head")]
+    (report,) = hold({128: BEGIN[128]}, samples).cells
+    assert report.auto == program.policy and report.auto_loss == 0
+
+
 @pytest.mark.parametrize("mask", [window(300, 0), tiles([[1, 0], [1, 1]], 512, 512)], ids=str)
 def test_a_trace_of_another_mask_is_refused(mask: Mask, tmp_path: Path) -> None:
     """It is not taken for a trace of the full mask."""
@@ -162,9 +172,9 @@ def test_auto_is_as_good_as_the_best_in_the_fitted_machine(dim: int, mask: str, 
     machine = Machine.h200(dim, cell.config.last_finishes)
 
     def makespan(policy: str) -> float:
-        return simulate(compose(cell.tiling(), policy), WORKERS, machine, record=False).makespan
+        return simulate(compose(cell.tiling(), policy), H200_SMS, machine, record=False).makespan
 
-    taken = makespan(str(choose(cell.tiling())))
+    taken = makespan("auto")
     best = min((name for name in USUAL[mask] if not looks_at_batch(name)), key=makespan)
     assert taken <= 1.02 * makespan(best), best
 

@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from dash_attn.pack import Doc, Fold, PackedBundle, PackedChain, Part, Round, TileRows
-from dash_attn.program import Chain
+from dash_attn.program import RUN_WIDTH, Chain
 
 from ..config import KernelConfig, Piece
 from .bundles import element
@@ -86,7 +86,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
         stats = (*stats, cute.runtime.make_fake_tensor(Int64, shape, strides, assumed_align=8))
     tables = (
         table(chains, len(Chain)),
-        table(runs, 8),
+        table(runs, RUN_WIDTH),
         table(first),
         table(chains),
         table(n_q),
@@ -100,7 +100,7 @@ def compile_main(cfg: KernelConfig, options: str = ""):
             table(docs, len(Round) + len(Doc)),
             table(bundles, len(PackedBundle)),
             table(chains, len(PackedChain)),
-            table(runs, 8),
+            table(runs, RUN_WIDTH),
             table(contributors),
         )
     if cfg.debug:

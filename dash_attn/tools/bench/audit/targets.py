@@ -67,7 +67,8 @@ def _ours(step: SavedStep, policy: str, ordered: bool) -> Target:
     def run(conditions: Conditions) -> Gradients:
         kernel: tuple[tuple[str, object], ...] = ()
         if device.type == "cpu":
-            needed = prepare(problem, policy, Options(), device).plan.co_resident
+            prepared = prepare(problem, policy, Options(), device)
+            needed = prepared.backend.co_resident(prepared.plan)
             kernel = (
                 ("threads", conditions.threads),
                 ("workers", conditions.workers and max(conditions.workers, needed)),

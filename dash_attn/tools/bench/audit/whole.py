@@ -90,8 +90,8 @@ def _ours(policy: str, ordered: bool, inputs: CallInputs) -> list[Bits]:
     problem, (dout, q, k, v) = inputs.problem(), inputs.tensors()
     kernel: tuple[tuple[str, object], ...] = ()
     if q.device.type == "cpu":
-        needed = prepare(problem, policy, Options(), q.device).plan.co_resident
-        given = inputs.conditions
+        undisturbed, given = prepare(problem, policy, Options(), q.device), inputs.conditions
+        needed = undisturbed.backend.co_resident(undisturbed.plan)
         kernel = (("threads", given.threads), ("workers", given.workers and max(given.workers, needed)))
     prepared = prepare(problem, policy, Options(ordered, inputs.conditions.sm_margin, kernel), q.device)
     out, lse = prepared.forward(q, k, v)
