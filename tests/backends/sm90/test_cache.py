@@ -201,9 +201,9 @@ class Compiler:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "named"))
     cache.warn_once.cache_clear()
-    return tmp_path / "kernels"
+    return tmp_path / "named" / cache.OWN
 
 
 @pytest.fixture
@@ -434,6 +434,19 @@ def test_what_a_killed_process_left_is_removed_later(place: Path) -> None:
     kept.keep("key", lambda path: path.write_bytes(b"code") and None)
     kept.keep("key", lambda path: path.write_bytes(b"code") and None)
     assert not old.exists() and new.exists()
+
+
+def test_files_of_others_in_the_named_folder_stay(place: Path, compiler: Compiler) -> None:
+    folder = place.parent
+    (folder / f"{store.SCRATCH}feature").mkdir(parents=True)
+    others = [folder / name for name in ("uv.lock", "module.o", f"{store.SCRATCH}feature/thesis.tex")]
+    for path in others:
+        path.write_bytes(b"precious")
+    for path in (*others, *folder.iterdir()):
+        os.utime(path, (1000, 1000))
+    built()
+    dataclasses.replace(cache.Store.at(cache.folder()), most_bytes=0).keep("key", lambda path: path.touch())
+    assert all(path.exists() for path in others)
 
 
 def test_side_kernels_are_shared_between_masks_orders_and_builds() -> None:
