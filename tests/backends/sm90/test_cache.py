@@ -339,6 +339,26 @@ def test_a_temporary_folder_that_is_open_or_a_link_is_not_used(
     assert not list((tmp_path / "moved").iterdir())
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_others_can_rename_is_not_used(
+    mode: int, linked: bool, place: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the check of a file and its loading they could put another folder in its place."""
+    shared = place.parent
+    if linked:
+        shared = shared.with_name("shared")
+        place.parent.symlink_to(shared)
+    shared.mkdir()
+    shared.chmod(mode)
+    assert built() == built() == b"code of main"
+    if mode & stat.S_ISVTX:
+        assert compiler.count == 1 and not caplog.records
+    else:
+        assert compiler.count == 2 and not list(place.iterdir())
+        assert len(caplog.records) == 1 and "others can rename" in caplog.text and str(shared) in caplog.text
+
+
 def test_a_home_that_cannot_hold_a_folder_falls_back_to_the_temporary_one(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
