@@ -53,6 +53,7 @@ def assemble(
         int(facts[:, Fact.CO_RESIDENT].max()),
         bool(facts[:, Fact.BLIND].any()),
         bool(((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()),
+        tuple(used),
     )
     check(made)
     return made
