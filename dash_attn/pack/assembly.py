@@ -53,6 +53,7 @@ def assemble(
         needed_workers(used),
         bool(facts[:, Fact.BLIND].any()),
         bool(((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()),
+        tuple(used),
     )
     check(made)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -10,6 +11,7 @@ from dash_attn.jit import compiled
 from dash_attn.pack.folds import fold_fault
 from dash_attn.pack.tables import Assembly, Doc, PackedBundle, PackedChain, Round, TileRows
 from dash_attn.program import Run
+from dash_attn.program.program import Int32
 
 
 class AssemblyError(ValueError):
@@ -75,9 +77,10 @@ def check(assembly: Assembly) -> None:
     """Raises an AssemblyError if the tables are wrong. Its message says what is wrong, and in which row of `docs`.
 
     The order inside a template is verified when the template is made. This function checks that every row of q and of k
-    is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, and that each
-    template fits its sequences. With panels every row of q is in one panel and every row of k is in one fold. If the
-    pack has only some panels of a problem, a row of k may be in no panel.
+    is in one sequence, that the tiles of a sequence are cut from its own rows, that tickets have no gap, that each
+    template fits its sequences, and that the tables hold the templates unchanged. With panels every row of q is in one
+    panel and every row of k is in one fold. If the pack has only some panels of a problem, a row of k may be in no
+    panel.
     """
     sizes, docs = assembly.sizes, assembly.docs
     fault, row = _instance_fault(docs, assembly.q_tiles, assembly.kv_tiles, sizes.numbers)
@@ -95,6 +98,8 @@ def check(assembly: Assembly) -> None:
         fault, row = _round_fault(assembly.rounds, docs, assembly.bundles, assembly.tickets)
     if fault != Fault.NONE:
         raise AssemblyError(f"the tables of the pack are wrong, sequence {row} of `docs`: {SAID[Fault(int(fault))]}")
+    for name in _differing(assembly):
+        raise AssemblyError(f"the tables of the pack are wrong: `{name}` are not those of its templates")
     unwritten = ((docs[:, Doc.Q_ROWS] == 0) & (docs[:, Doc.K_ROWS] > 0)).any()
     for name, given, needed in (
         ("cut", sizes.cut, (docs[:, Doc.PANELS] > sizes.heads_kv).any()),
@@ -103,6 +108,28 @@ def check(assembly: Assembly) -> None:
     ):
         if needed and not given:
             raise AssemblyError(f"the tables of the pack are wrong: they need `{name}`, which is not set")
+
+
+def _differing(assembly: Assembly) -> Iterator[str]:
+    """The tables that are not those of the templates, one after the other."""
+    templates = assembly.templates
+    chains, runs = [len(each.chains) for each in templates], [len(each.runs) for each in templates]
+    bundles = np.concatenate([each.bundles for each in templates])
+    bundles[:, PackedBundle.FIRST_CHAIN] += _before(chains, [len(each.bundles) for each in templates])
+    if not np.array_equal(bundles, assembly.bundles):
+        yield "bundles"
+    given = np.concatenate([each.chains for each in templates])
+    given[:, PackedChain.FIRST_RUN] += _before(runs, chains)
+    if not np.array_equal(given, assembly.chains):
+        yield "chains"
+    for name in ("runs", "contributors"):
+        if not np.array_equal(np.concatenate([getattr(each, name) for each in templates]), getattr(assembly, name)):
+            yield name
+
+
+def _before(counts: list[int], rows: list[int]) -> Int32:
+    """For each row of a joined table the sum of the counts of the templates before its own."""
+    return np.repeat(np.cumsum([0, *counts[:-1]], dtype=np.int32), rows)
 
 
 @compiled

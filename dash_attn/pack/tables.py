@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dash_attn.program.program import Int32
 from dash_attn.tiling import TileShape
+
+if TYPE_CHECKING:
+    from dash_attn.pack.templates import PackedTemplate
 
 
 class Doc(IntEnum):
@@ -171,6 +174,8 @@ class Assembly:
     co_resident   the number of workers that must run at the same time
     clears_dq     some rows of dQ are written by no task: no query there sees a key
     clears_dkv    some rows of dK and dV are written by no chain: their sequence has no queries
+    templates     the verified templates whose tables stand one after the other in `bundles`, `chains`, `runs` and
+                  `contributors`
     """
 
     sizes: Sizes
@@ -188,3 +193,4 @@ class Assembly:
     co_resident: int
     clears_dq: bool
     clears_dkv: bool
+    templates: tuple[PackedTemplate, ...]

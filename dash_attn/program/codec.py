@@ -28,14 +28,20 @@ COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a file may ask for. The defaults hold sequences of a million tokens in 64x128 tiles."""
+    """What a file may ask for.
+
+    With tiles of 64x128 the defaults hold panels of 4 q heads and 131,072 tokens, and windows in a million tokens. A
+    small file then takes less than 200 MB.
+    """
 
     table_bytes: int = 2**26  # of the five tables together
-    tiles: int = 2**28  # of one plane
+    tiles: int = 2**27  # of one plane
+    chains: int = 2**19
     sums: int = 2**23  # dQ tiles of all planes
     chain_visits: int = 2**20  # of one chain
     visits: int = 2**28  # of all runs: what the fingerprint unrolls
-    tasks: int = 2**30  # of all chains: what `verify` plays through
+    panel_tasks: int = 9 * 2**20  # of one panel: what `verify` holds in memory
+    tasks: int = 2**28  # of all chains: what `verify` plays through
 
 
 LIMITS = Limits()
@@ -184,6 +190,7 @@ def read_array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDAr
 def check_geometry(geometry: Geometry, limits: Limits) -> None:
     asked = {
         "tiles of a plane": (geometry.num_q * geometry.num_kv, limits.tiles),
+        "chains": (geometry.num_groups * geometry.num_kv, limits.chains),
         "dQ tiles": (geometry.num_groups * geometry.group * max(1, geometry.num_q), limits.sums),
         "visits of a chain": (geometry.group * geometry.num_q, limits.chain_visits),
     }
@@ -208,6 +215,10 @@ def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -
         raise ValueError("a chain has more tasks than tiles")
     if tasks.sum() > limits.tasks:
         raise ValueError(f"it has {tasks.sum()} tasks, the limit is {limits.tasks}")
+    _, panel = np.unique(chains[:, [Chain.BATCH, Chain.KV_HEAD]], axis=0, return_inverse=True)
+    most = int(np.bincount(panel.reshape(-1), tasks).max(initial=0))
+    if most > limits.panel_tasks:
+        raise ValueError(f"a panel has {most} tasks, the limit is {limits.panel_tasks}")
     begin, end = np.unique(np.stack([first, first + count], 1)[count > 0], axis=0).T
     if (begin[1:] < end[:-1]).any():
         raise ValueError("chains share some of their runs but not all")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.program import Chain, Program, Run, Sequences, Task
-from dash_attn.program.program import Int32, Longs, numbers
+from dash_attn.program import Chain, Program, Run, Sequences, Task, Tile
+from dash_attn.program.program import Int32, Longs, numbers, unroll
 from dash_attn.tiling import TileState
 from dash_attn.verify.errors import VerifyError
-from dash_attn.verify.tables import States
+from dash_attn.verify.tables import BLOCK, States, pieces
 
 Bools = npt.NDArray[np.bool_]
-BLOCK = 2**18  # tiles that are unrolled at a time: the arrays stay in cache
+Numbers = npt.NDArray[np.signedinteger[Any]]  # of as few bytes as hold them: a panel may have millions of tasks
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,45 +63,58 @@ class Sums:
     first contribution of each sum.
     """
 
-    task: Longs
+    task: Numbers
     opens: Bools
+
+
+class Visits(NamedTuple):
+    """Neighbouring tasks of a panel: the number of the first one, and the dQ tile in the group and the turn of each."""
+
+    first: int
+    target: Longs
+    turn: Longs
 
 
 def check_panel(panel: PanelChains, state: States) -> Sums:
     """Raises a VerifyError if a tile is not visited once with the right mask flag, or if turns are no permutation."""
     program, g = panel.program, panel.program.geometry
-    kv, size = program.chains[panel.chains, Chain.KV_TILE], g.group * g.num_q
-    tasks = panel.tasks
-    wrong = tasks != np.count_nonzero(state, axis=1)[kv] * g.group
+    kv, tasks, tiles = program.chains[panel.chains, Chain.KV_TILE], panel.tasks, program.tiles
+    wrong = tasks != (np.bincount(tiles[:, Tile.KV_TILE], tiles[:, Tile.COUNT], g.num_kv) * g.group)[kv]
     if wrong.any():  # there may be more tasks than fit in memory
         raise _cover_error(program, int(panel.chains[wrong][0]), state)
     room = np.tile(program.contributors.astype(np.int64), g.group)
-    begin = np.cumsum(room) - room
-    task = np.full(tasks.sum(), -1, np.int64)
-    opens = np.zeros(len(task) + 1, bool)
+    begin, total = np.cumsum(room) - room, int(tasks.sum())
+    task = np.full(total, -1, np.min_scalar_type(-1 - total))
+    for first, target, turn in _checked_visits(panel, state):
+        if ((turn < 0) | (turn >= room[target])).any():
+            raise _turn_error(panel, room)
+        task[begin[target] + turn] = np.arange(first, first + len(turn))
+    if task.min(initial=0) < 0:
+        raise _turn_error(panel, room)
+    opens = np.zeros(total + 1, bool)
     opens[begin] = True
-    done, chains_at_once = 0, max(1, BLOCK // max(1, size))
-    for first in range(0, len(kv), chains_at_once):
-        some = slice(first, first + chains_at_once)
-        target, turn, states = _visits(panel, some)
+    return Sums(task, opens[:-1])
+
+
+def _checked_visits(panel: PanelChains, state: States) -> Iterator[Visits]:
+    """All tasks of a panel, some chains at a time. Raises a VerifyError if a tile is not visited once."""
+    program, g = panel.program, panel.program.geometry
+    kv, tasks, size, first = program.chains[panel.chains, Chain.KV_TILE], panel.tasks, g.group * g.num_q, 0
+    for some in pieces(np.full(len(kv), max(1, size)), BLOCK):
+        target, turn, states = _visits(panel, panel.chains[some])
         chain = np.repeat(np.arange(len(kv[some])), tasks[some])
         visited = np.zeros((len(kv[some]), g.group, g.num_q), np.int8)
         visited.reshape(-1)[chain * size + target] = states
         differ = visited != state[kv[some], None]
         if differ.any():
             raise _cover_error(program, int(panel.chains[some][differ.any((1, 2))][0]), state)
-        if ((turn < 0) | (turn >= room[target])).any():
-            raise _turn_error(panel, room)
-        task[begin[target] + turn] = np.arange(done, done + len(turn))
-        done += len(turn)
-    if (task < 0).any():
-        raise _turn_error(panel, room)
-    return Sums(task, opens[:-1])
+        yield Visits(first, target, turn)
+        first += len(turn)
 
 
-def _visits(panel: PanelChains, some: slice) -> tuple[Longs, Longs, States]:
+def _visits(panel: PanelChains, chains: Int32) -> tuple[Longs, Longs, States]:
     """All tasks of some chains: the dQ tile in the group, the turn, and the TileState that the mask flag stands for."""
-    runs = panel.program.runs[panel.program.runs_of(panel.chains[some])]
+    runs = panel.program.runs[panel.program.runs_of(chains)]
     head, q, step, count, turn, turn_step, partial = runs.T.astype(np.int64)
     states = np.where(partial != 0, TileState.PARTIAL, TileState.FULL).astype(np.int8)
     target = numbers(head * panel.program.geometry.num_q + q, step, count)
@@ -108,38 +123,63 @@ def _visits(panel: PanelChains, some: slice) -> tuple[Longs, Longs, States]:
 
 def _cover_error(program: Program, chain: int, state: States) -> VerifyError:
     """The error of a chain that does not visit each of its non-empty tiles once per query head, with the right flag."""
-    batch, kv_head, kv_tile, first, count = program.chains[chain].tolist()
-    heads, seen = program.geometry.group, set[tuple[int, int]]()
-    for run in range(first, first + count):
-        for offset in range(program.runs[run, Run.COUNT]):
-            task = program.task(chain, run, offset)
-            if (task.q_head, task.q_tile) in seen:
-                return VerifyError(f"tile done twice: {task} was visited before in its chain", (task,))
-            if state[kv_tile, task.q_tile] == TileState.EMPTY:
-                return VerifyError(f"empty tile visited: {task} has nothing to do", (task,))
-            if task.partial != (state[kv_tile, task.q_tile] == TileState.PARTIAL):
-                return VerifyError(f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial", (task,))
-            seen.add((task.q_head, task.q_tile))
-    for q_head in range(kv_head * heads, (kv_head + 1) * heads):
-        for q_tile in np.flatnonzero(state[kv_tile]).tolist():
-            if (q_head, q_tile) not in seen:
-                missed = Task(batch, q_head, q_tile, kv_tile, -1)
-                text = str(missed).replace(", turn -1", "")
-                return VerifyError(f"tile missed: {text} is not empty and no task visits it", (missed,))
+    batch, kv_head, kv_tile, first, _ = program.chains[chain].tolist()
+    heads, num_q, runs = program.geometry.group, program.geometry.num_q, program.runs_of(np.array([chain]))
+    rows = program.runs[runs].copy()
+    # Among as many tasks and one more, one has the tile of another. More need not be unrolled.
+    begin = np.cumsum(rows[:, Run.COUNT], dtype=np.int64) - rows[:, Run.COUNT]
+    rows = rows[begin <= heads * num_q]
+    rows[:, Run.COUNT] = np.minimum(rows[:, Run.COUNT], heads * num_q + 1 - begin[: len(rows)])
+    head, q, _, partial = unroll(rows)
+    twice, stated = np.ones(len(q), bool), state[kv_tile, q]
+    twice[np.unique(head * num_q + q, return_index=True)[1]] = False
+    flag = np.where(partial != 0, TileState.PARTIAL, TileState.FULL)
+    for at in np.flatnonzero(twice | (stated != flag))[:1].tolist():
+        run = int(np.searchsorted(begin, at, "right")) - 1
+        task = program.task(chain, first + run, at - int(begin[run]))
+        if twice[at]:
+            return VerifyError(f"tile done twice: {task} was visited before in its chain", (task,))
+        if stated[at] == TileState.EMPTY:
+            return VerifyError(f"empty tile visited: {task} has nothing to do", (task,))
+        return VerifyError(f"wrong mask flag: {task} is {'not ' if task.partial else ''}partial", (task,))
+    left = np.tile(state[kv_tile] != TileState.EMPTY, (heads, 1))
+    left[head, q] = False
+    for missed_head, q_tile in np.argwhere(left)[:1].tolist():
+        missed = Task(batch, kv_head * heads + missed_head, q_tile, kv_tile, -1)
+        text = str(missed).replace(", turn -1", "")
+        return VerifyError(f"tile missed: {text} is not empty and no task visits it", (missed,))
     raise AssertionError("the chain is right")
 
 
 def _turn_error(panel: PanelChains, room: Longs) -> VerifyError:
     """The error of a panel in which the turns of some dQ tile are not 0 .. contributors - 1, each once."""
-    target, turn, _ = _visits(panel, slice(None))
-    for outside in np.flatnonzero((turn < 0) | (turn >= room[target]))[:1]:
-        task = _task(panel, int(outside))
-        return VerifyError(f"turns are no permutation: {task} is outside 0..{room[target[outside]] - 1}", (task,))
-    slot = (np.cumsum(room) - room)[target] + turn
-    by_slot = np.argsort(slot, kind="stable")
-    at = int(np.flatnonzero(slot[by_slot][1:] == slot[by_slot][:-1])[0])
-    twin, task = (_task(panel, int(number)) for number in by_slot[at : at + 2])
+    for first, target, turn in _all_visits(panel):
+        for outside in np.flatnonzero((turn < 0) | (turn >= room[target]))[:1]:
+            task = _task(panel, first + int(outside))
+            return VerifyError(f"turns are no permutation: {task} is outside 0..{room[target[outside]] - 1}", (task,))
+    # All turns of a sum are inside it, so each slot that nobody claims has a twin that two tasks claim.
+    begin = np.cumsum(room) - room
+    claims = np.zeros(room.sum(), np.int8)
+    for _, target, turn in _all_visits(panel):
+        slots, times = np.unique(begin[target] + turn, return_counts=True)
+        claims[slots] = np.minimum(claims[slots] + times, 2)
+    twice = int(np.argmax(claims > 1))
+    claimants = [
+        first + each
+        for first, target, turn in _all_visits(panel)
+        for each in np.flatnonzero(begin[target] + turn == twice)[:2].tolist()
+    ]
+    twin, task = (_task(panel, number) for number in claimants[:2])
     return VerifyError(f"turns are no permutation: {twin} and {task} claim the same turn", (twin, task))
+
+
+def _all_visits(panel: PanelChains) -> Iterator[Visits]:
+    """All tasks of a panel, some chains at a time."""
+    first = 0
+    for some in pieces(panel.tasks, BLOCK):
+        target, turn, _ = _visits(panel, panel.chains[some])
+        yield Visits(first, target, turn)
+        first += len(turn)
 
 
 def _task(panel: PanelChains, number: int) -> Task:

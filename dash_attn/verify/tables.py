@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,7 @@ from dash_attn.tiling import TileState
 from dash_attn.verify.errors import VerifyError, require
 
 States = npt.NDArray[np.int8]
+BLOCK = 2**18  # tiles or tasks that are unrolled at a time: their arrays stay in cache
 
 
 def check_tables(program: Program) -> None:
@@ -51,10 +54,22 @@ def tile_states(program: Program) -> States:
     # have more tiles than fit in memory.
     fits = known and bool(((count > 0) & (count <= g.num_q - first)).all()) and count.sum() <= state.size
     if fits:
-        tiles = numbers(kv * g.num_q + first, np.ones_like(count), count)
-        state.reshape(-1)[tiles] = np.repeat(np.where(partial, TileState.PARTIAL, TileState.FULL), count)
+        begin, states = kv * g.num_q + first, np.where(partial, TileState.PARTIAL, TileState.FULL).astype(np.int8)
+        for some in pieces(count, BLOCK):
+            tiles = numbers(begin[some], np.ones_like(count[some]), count[some])
+            state.reshape(-1)[tiles] = np.repeat(states[some], count[some])
     require(fits and np.count_nonzero(state) == count.sum(), "the tile table is broken")
     return state
+
+
+def pieces(count: Longs, most: int) -> Iterator[slice]:
+    """Neighbouring rows that have at most `most` items in all. A row that has more is alone."""
+    end, first = np.cumsum(count), 0
+    while first < len(count):
+        before = end[first] - count[first]
+        last = max(first + 1, int(np.searchsorted(end, before + most, "right")))
+        yield slice(first, last)
+        first = last
 
 
 def _within(column: Int32 | Longs, end: int) -> bool:

@@ -8,7 +8,8 @@ import numpy as np
 
 from dash_attn.program import Chain, Program
 from dash_attn.program.program import Longs
-from dash_attn.verify.panels import Bools, PanelChains, Sums
+from dash_attn.verify.panels import Bools, Numbers, PanelChains, Sums
+from dash_attn.verify.tables import BLOCK
 
 PASSES = 32  # over all tasks of a panel; orders of the policies need two or three
 
@@ -31,38 +32,60 @@ def waits(panel: PanelChains, sums: Sums) -> Waits | None:
     task, opens, count = sums.task, sums.opens, int(panel.starts.sum())
     if (opens[1:] | (task[1:] > task[:-1])).all():  # every task comes after all that it waits for
         return Waits(np.zeros(count, np.int64), True)
-    bundle = np.repeat(np.cumsum(panel.starts) - 1, panel.tasks)
+    number = np.cumsum(panel.starts) - 1
+    bundle = np.repeat(number.astype(np.min_scalar_type(-1 - count)), panel.tasks)
     last = _last_needed(bundle, sums, count)
     if last is None:
         return None
     held: Longs = np.arange(count) - np.cumsum(np.bincount(last + 1, minlength=count + 1))[:count]
     # A task waits for tasks of earlier rounds, for the task before it in its bundle, and at its turnstile. If each task
     # that it waits for at the turnstile has no later place in its own bundle, no task waits for itself.
-    place = np.arange(len(task)) - np.searchsorted(bundle, np.arange(count))[bundle]
-    rounds, place = np.cumsum(held == 0)[bundle[task]], place[task]
-    orderly = opens[1:] | (rounds[1:] > rounds[:-1]) | (place[1:] >= place[:-1])
-    return Waits(held, bool(orderly.all()))
+    begin, rounds, orderly = np.searchsorted(bundle, np.arange(count)), np.cumsum(held == 0), True
+    for first in range(0, len(task), BLOCK):
+        some = slice(max(0, first - 1), first + BLOCK)
+        its = bundle[task[some]]
+        place, of = task[some] - begin[its], rounds[its]
+        orderly &= bool((opens[some][1:] | (of[1:] > of[:-1]) | (place[1:] >= place[:-1])).all())
+    return Waits(held, orderly)
 
 
-def _last_needed(bundle: Longs, sums: Sums, count: int) -> Longs | None:
+def _last_needed(bundle: Numbers, sums: Sums, count: int) -> Longs | None:
     """For each bundle the last bundle that must start before it can end. `bundle` is the bundle of each task.
 
     Later tasks of the same sum and of the same bundle need everything that a task needs. The result is None if it takes
     more than PASSES passes along sums and bundles.
     """
-    task, by_sum, by_bundle = sums.task, np.cumsum(sums.opens) * count, bundle * count
-    needed = bundle
+    needed, starts = bundle.copy(), np.ones(len(bundle), bool)
+    starts[1:] = bundle[1:] != bundle[:-1]
     for _ in range(PASSES):
-        before, needed = needed, needed.copy()
-        # Each sum, and each bundle, adds an offset above all numbers of its predecessor. So no maximum of a predecessor
-        # reaches into it.
-        needed[task] = np.maximum.accumulate(before[task] + by_sum) - by_sum
-        needed = np.maximum.accumulate(needed + by_bundle) - by_bundle
-        if np.array_equal(before, needed):
+        more = _pass_on(needed, sums.task, sums.opens)
+        if not _pass_on(needed, None, starts) and not more:
             last = np.arange(count)
             last[bundle] = needed  # the last task of each bundle is written last, and needs most
             return last
     return None
+
+
+def _pass_on(needed: Numbers, order: Numbers | None, opens: Bools) -> bool:
+    """Give each task what the tasks before it in its sequence need. Returns whether any task needs more than before.
+
+    `order` goes through the tasks sequence by sequence. `opens` marks the first task of each sequence.
+    """
+    more, before = False, 0
+    for first in range(0, len(needed), BLOCK):
+        some = slice(first, first + BLOCK)
+        tasks = some if order is None else order[some]
+        old = needed[tasks].astype(np.int64)
+        new = old.copy()
+        if not opens[first]:
+            new[0] = max(old[0], before)
+        # Each sequence adds an offset above all numbers of its predecessor. So no maximum of a predecessor reaches
+        # into it.
+        apart = np.cumsum(opens[some]) * len(needed)
+        new = np.maximum.accumulate(new + apart) - apart
+        needed[tasks], before = new, int(new[-1])
+        more |= bool((new != old).any())
+    return more
 
 
 def rounds_of(program: Program, begins: list[Bools]) -> Longs | None:

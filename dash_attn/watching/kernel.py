@@ -160,7 +160,7 @@ def tables(listed: Sequence[Numbers]) -> tuple[Tensor, Tensor]:
     counts = np.array([_blocks(row) for row in listed])
     tensor = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return torch.tensor(listed, dtype=torch.int64), torch.from_numpy(np.stack([tensor, number], 1))
+    return torch.from_numpy(np.array(listed, np.int64)), torch.from_numpy(np.stack([tensor, number], 1))
 
 
 def _blocks(row: Numbers) -> int:

@@ -30,7 +30,7 @@ class StreamBuffer:
         """Start the copy to the host."""
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                host = torch.empty(self.used, dtype=torch.int64, pin_memory=True)
+                host = torch.empty(self.used, dtype=torch.int64, device="cpu", pin_memory=True)
                 self.slots = host.copy_(self.slots[: self.used], non_blocking=True)
                 self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self.arrived.record(self.stream)

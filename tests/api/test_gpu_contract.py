@@ -15,11 +15,9 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.api import calls
-from dash_attn.api.arguments import Arguments
-from dash_attn.api.autograd import prepared_for
 from dash_attn.backends import Gradients
-from dash_attn.backends.sm90.packed import PackedBackward
-from dash_attn.backends.sm90.tables import _copying
+from dash_attn.backends.sm90 import fa4, packing, tables
+from dash_attn.backends.sm90.tables import _copying, uploaded
 from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, Problem
 from tests.backends.sm90.cases import Case, errors, prepared
@@ -140,39 +138,74 @@ def test_threads(how: dict[str, object], own_stream: bool) -> None:
     assert all(same(got, want) for got in results)
 
 
+MASKS = {
+    "empty documents": {"cu_seqlens": [0, 200, 473, 1000], "cu_seqlens_k": [0, 200, 200, 1000]},
+    "sinks": {"cu_seqlens": [0, 200, 473, 1000], "sinks": True},
+    "intervals": {"mask": dash_attn.intervals([row // 2 for row in range(1000)], [row + 1 for row in range(1000)])},
+}
+WAYS = {
+    **{f"backward, {name}": (how, "backward") for name, how in CALLS.items()},
+    **{f"forward, {name}": (how, "forward") for name, how in {**CALLS, **MASKS}.items() if name != "causal"},
+}
+
+
 @pytest.mark.alone  # the host must be faster than a kernel that sleeps for a second
-@EVERY
-def test_tables_stay_until_every_stream_has_used_them(how: dict[str, object]) -> None:
-    """The caches drop a problem whose backward waits in the queue of a side stream. Its tables are not yet free."""
+@pytest.mark.parametrize(("how", "direction"), WAYS.values(), ids=WAYS)
+def test_tables_stay_until_every_stream_has_used_them(
+    how: dict[str, object], direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches drop a problem that waits in the queue of a side stream. Its tables are not yet free."""
+    places = dict[str, list[tuple[int, int]]](forward=[], backward=[])
+
+    def noted(x: Tensor, device: torch.device) -> Tensor:
+        copy = uploaded(x, device)
+        places[now].append((copy.data_ptr(), copy.nbytes))
+        return copy
+
+    for module in (tables, packing, fa4):
+        monkeypatch.setattr(module, "uploaded", noted)
     forget()  # a graph of another test may keep the tables
+    packing.packing_of.cache_clear()
+    packing.spread_of.cache_clear()
     others = every_free_block()  # so that the tables are the only small hole in the memory of their stream
-    q, k, v = inputs_for(how)
-    out, lse = dash_attn.attention(q, k, v, return_lse=True, **how)
-    want = direct((q, k, v), out, lse, how)
-    launch = prepared_for(q, k, v, Arguments(causal=True, cu_q=how.get("cu_seqlens"))).run_backward
-    launch = launch.launch if isinstance(launch, PackedBackward) else launch
-    place, size = launch.tables.program[0].data_ptr(), launch.tables.program[0].nbytes
-    del launch
-    side = torch.cuda.Stream()
+    given, now = inputs_for(how), "forward"
+    if "sinks" in how:
+        how = {**how, "sinks": torch.zeros(4, device="cuda")}
+    out, lse = dash_attn.attention(*given, return_lse=True, **how)
+    now = "backward"
+
+    def call() -> list[Tensor]:
+        if direction == "forward":
+            return list(dash_attn.attention(*given, return_lse=True, **how))
+        return list(direct(given, out, lse, how))
+
+    want, side = call(), torch.cuda.Stream()
     with torch.cuda.stream(side):
-        direct((q, k, v), out, lse, how)
+        call()
     blocks()  # after these two, neither stream needs memory from the driver, which may wait for the GPU
     torch.cuda.synchronize()
+    assert places[direction]
 
     def taken(some: list[Tensor]) -> bool:
-        return any(x.data_ptr() < place + size and place < x.data_ptr() + x.nbytes for x in some)
+        return any(
+            x.data_ptr() < place + size and place < x.data_ptr() + x.nbytes
+            for x in some
+            for place, size in places[direction]
+        )
 
     with torch.cuda.stream(side):
         torch.cuda._sleep(2_000_000_000)  # cycles: about a second
-        got = direct((q, k, v), out, lse, how)
+        got = call()
         queued = torch.cuda.Event()
         queued.record()
     forget()
+    packing.packing_of.cache_clear()
+    packing.spread_of.cache_clear()
     early = blocks()
-    assert not queued.query(), "the backward is over too early to show anything"
+    assert not queued.query(), "the call is over too early to show anything"
     assert not taken(early)
     side.synchronize()
-    assert same(list(got), list(want))
+    assert same(got, want)
     del early
     torch.cuda.synchronize()
     assert taken(every_free_block()), "the control: memory that no stream uses any more is given out again"

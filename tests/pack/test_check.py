@@ -140,6 +140,9 @@ MUTATIONS: dict[str, tuple[Assembly, str]] = {
     "another head": (changed(runs=put(0, Run.HEAD, 1)), "tasks are not the contributions"),
     "another q tile": (changed(runs=add(1, Run.FIRST_Q, -1)), "tasks are not the contributions"),
     "a run is missing": (changed(chains=add(0, PackedChain.NUM_RUNS, -1)), "tasks are not the contributions"),
+    "another turn": (changed(runs=add(0, Run.TURN, 1)), "`runs` are not those of its templates"),
+    "another step of turns": (changed(runs=add(0, Run.TURN_STEP, 1)), "`runs` are not those of its templates"),
+    "another mask flag": (changed(runs=put(-1, Run.PARTIAL, 2)), "`runs` are not those of its templates"),
     "a contributor more": (changed(contributors=entry(0, 1)), "tasks are not the contributions"),
     "a contributor less": (changed(contributors=entry(-1, -1)), "tasks are not the contributions"),
     "a contributor is missing": (changed(contributors=lambda table: table[:-1]), "contributors are outside"),
@@ -194,6 +197,17 @@ def test_any_other_number_in_the_instances_is_refused(data: st.DataObject, polic
         assert _is_refused(wrong) or _same_order(wrong, made(policy))
     else:
         assert _is_refused(wrong)
+
+
+@examples(300)
+@given(st.data(), st.sampled_from(["spt", "spt@head", "symmetric_shift:2"]))
+def test_any_other_number_of_a_template_is_refused(data: st.DataObject, policy: str) -> None:
+    """Also the turns, which no other check looks at."""
+    name = data.draw(st.sampled_from(["bundles", "chains", "runs", "contributors"]))
+    table = getattr(made(policy), name)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in table.shape)
+    value = data.draw(st.integers(-10, 300).filter(lambda value: value != table[place]))
+    assert _is_refused(changed(policy, **{name: lambda table: table.__setitem__(place, value)}))
 
 
 def _is_refused(wrong: Assembly) -> bool:

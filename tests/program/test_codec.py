@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dash_attn.launch import compose
-from dash_attn.problem import CAUSAL, Problem
-from dash_attn.program import FORMAT, TABLES, Chain, Limits, Program, Run, load, save
+from dash_attn.problem import CAUSAL, FULL, Mask, Problem
+from dash_attn.program import FORMAT, TABLES, Chain, Geometry, Limits, Program, Run, load, save
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import VerifyError, verify
 from tests.strategies import examples, programs
@@ -250,12 +250,14 @@ def test_limits_can_be_set(tmp_path: Path) -> None:
     assert load(tmp_path / "p.npz", Limits(table_bytes=program.nbytes)).nbytes == program.nbytes
     unrolled, g = int(program.runs[:, Run.COUNT].sum()), program.geometry
     assert load(tmp_path / "p.npz", Limits(visits=unrolled, tiles=g.num_q * g.num_kv, sums=g.num_targets))
-    assert load(tmp_path / "p.npz", Limits(tasks=program.num_tasks))
+    assert load(tmp_path / "p.npz", Limits(tasks=program.num_tasks, panel_tasks=program.num_tasks // g.num_groups))
     tight = (
         Limits(table_bytes=program.nbytes // 2),
         Limits(visits=unrolled - 1),
         Limits(tasks=program.num_tasks - 1),
+        Limits(panel_tasks=program.num_tasks // g.num_groups - 1),
         Limits(tiles=g.num_q * g.num_kv - 1),
+        Limits(chains=len(program.chains) - 1),
         Limits(sums=g.num_targets - 1),
         Limits(chain_visits=g.group * g.num_q - 1),
     )
@@ -264,12 +266,34 @@ def test_limits_can_be_set(tmp_path: Path) -> None:
             load(tmp_path / "p.npz", limits)
 
 
-def test_a_long_problem_is_within_the_limits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mask", [CAUSAL, FULL], ids=str)
+def test_a_long_problem_is_within_the_limits(mask: Mask, tmp_path: Path) -> None:
     """What bounds hostile files must not refuse files that people make."""
-    problem = Problem(1, 32, 8, 2**17, 2**17, mask=CAUSAL)
+    problem = Problem(1, 32, 8, 2**17, 2**17, mask=mask)
     program = compose(tile(problem, TileShape(64, 128)), "auto")
     save(program, tmp_path / "p.npz")
     assert load(tmp_path / "p.npz").fingerprint == program.fingerprint
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_small_file_does_not_ask_verify_for_much(groups: int, tmp_path: Path) -> None:
+    """A run of a few bytes stands for a million tasks."""
+    len_q, len_k = 2**20, 64 // groups
+    rows = np.arange(len_k, dtype=np.int32)[:, None]
+    tiles = np.insert(rows, [1, 1, 1], [0, len_q, 0], axis=1)
+    chains = np.array([(0, head, k, k, 1) for head in range(groups) for k in range(len_k)], np.int32)
+    runs = np.tile(np.array([0, 0, 1, len_q, 0, 0, 0], np.int32), (len_k, 1))
+    launch = np.arange(len(chains) + 1, dtype=np.int32)
+    geometry = Geometry(1, groups, 1, len_q, len_k, 1, 1)
+    save(Program(geometry, "fa3", "full", "dealt", tiles, chains, runs, launch[:-1], launch), tmp_path / "p.npz")
+    assert (tmp_path / "p.npz").stat().st_size < 4000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="a panel has 67108864 tasks, the limit" if groups == 1 else "same turn"):
+            verify(load(tmp_path / "p.npz"))
+        assert tracemalloc.get_traced_memory()[1] < 2e8
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

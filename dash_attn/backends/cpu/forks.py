@@ -52,9 +52,10 @@ def _before() -> None:
     while _inside:
         time.sleep(POLL)
     deadline = time.monotonic() + ENDING  # a number may belong to a new thread by now
-    while any(Path(f"/proc/self/task/{thread}").exists() for thread in _ended) and time.monotonic() < deadline:
-        time.sleep(POLL)
-    _ended.clear()
+    while _ended:  # other threads add to it meanwhile, so it is taken apart and not iterated over
+        thread = Path(f"/proc/self/task/{_ended.popleft()}")
+        while thread.exists() and time.monotonic() < deadline:
+            time.sleep(POLL)
 
 
 def _reopen() -> None:

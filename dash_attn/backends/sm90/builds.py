@@ -59,7 +59,8 @@ class DebugBuffers:
     def of(tables: DeviceTables | PackedTables, ws: Workspace) -> DebugBuffers:
         planes, n_q, *part = ws.dq_sum.shape
         turns = max(1, int(tables.contributors.max()))
-        reports = torch.zeros(tables.workers, WRITERS, len(REPORT), dtype=torch.int32, pin_memory=True)
+        shape = (tables.workers, WRITERS, len(REPORT))
+        reports = torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)
         return DebugBuffers(ws.dq_sum.new_full((planes, n_q, turns, *part), float("nan")), reports)
 
     @property

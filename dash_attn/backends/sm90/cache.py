@@ -27,6 +27,7 @@ from .store import Store, Untrusted, discard
 
 log = logging.getLogger(__name__)
 ENTRY = "dash_attn_kernel"  # the function's name in a compiled file
+OWN = "dash_attn-kernels"  # in the folder that the user names, which may hold other files
 CONSTANTS = ("barriers.py", "config.py", "cta.py", "smem_plan.py")  # what device/*.py imports from this folder
 COMPILER = ("nvidia-cutlass-dsl", "apache-tvm-ffi")  # how the names of its packages begin
 SETTING = "CUTE_DSL_"  # how the compiler's environment variables begin
@@ -75,10 +76,13 @@ class Kernels(NamedTuple):
 
 
 def folders() -> Iterator[Path]:
-    """Where kernels may be kept, best place first. A folder that the user names is the only one."""
+    """Where kernels may be kept, best place first. If the user names a folder, it is the only one.
+
+    A Store removes files, so each of these folders has kernels only.
+    """
     named, cache = os.environ.get("DASH_ATTN_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     if named:
-        yield Path(named).absolute()
+        yield Path(named).absolute() / OWN
         return
     if os.path.isabs(cache):
         yield Path(cache) / "dash_attn"

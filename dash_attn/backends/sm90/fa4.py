@@ -26,7 +26,7 @@ from .alignment import maker
 from .cache import side_kernel
 from .config import DTYPE_OF, KernelConfig
 from .packing import RoomyPacking, packing_of, rows_without_keys, spread_of, unpacked
-from .tables import uploaded
+from .tables import Uploads, uploaded
 
 TENSORS = 5  # leading arguments of a compiled kernel: q, k, v, out, lse
 
@@ -60,7 +60,7 @@ class Fa4Forward:
             self.how["softcap"] = problem.features.softcap
         self._has_sinks = problem.features.sinks
         self._marks = blind_rows(problem) if self._has_sinks else None
-        self._blind: Tensor | None = None  # these marks on the device
+        self._blind: Uploads | None = None  # these marks on the device
         packed, tokens = mask.documents is not None, problem.batch * problem.len_q
         shape = (problem.heads_q, tokens) if packed else (problem.batch, problem.heads_q, problem.len_q)
         self.lse_layout = shape, torch.empty(shape, device="meta").stride()
@@ -76,6 +76,7 @@ class Fa4Forward:
         packed = self._packed
         if packed is None:
             packed = self._packed = PackedForward.of(self.problem, documents, q.device)
+        packed.uploads.used()
         has_batch = q.dim() == 4
         if has_batch:
             q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
@@ -100,8 +101,9 @@ class Fa4Forward:
         replaced = lse == math.inf
         if self._marks is not None:
             if self._blind is None:
-                self._blind = uploaded(self._marks, lse.device)
-            replaced.logical_or_(self._blind)
+                self._blind = Uploads(uploaded(self._marks, lse.device))
+            self._blind.used()
+            replaced.logical_or_(*self._blind.tensors)
         return out, torch.where(replaced, sinks[:, None], lse)
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -145,13 +147,15 @@ def blind_rows(problem: Problem) -> Tensor | None:
 class PackedForward(NamedTuple):
     """What the forward of packed documents needs beside the tensors.
 
-    how     arguments of the library
-    blind   marks of the queries without keys, or None
-    roomy   room for whole tiles of keys, or None if keys need none
-    kernel  copies k and v to that room
+    how      arguments of the library
+    uploads  the tensors of `how`, `blind` and `roomy`
+    blind    marks of the queries without keys, or None
+    roomy    room for whole tiles of keys, or None if keys need none
+    kernel   copies k and v to that room
     """
 
     how: dict[str, Any]
+    uploads: Uploads
     blind: Tensor | None
     roomy: RoomyPacking | None
     kernel: Callable[..., Any] | None
@@ -161,9 +165,11 @@ class PackedForward(NamedTuple):
         blind = rows_without_keys(documents, problem.batch, device)
         roomy = spread_of(documents, problem.batch, keys_of_a_tile(problem), device)
         if roomy is None:
-            return PackedForward(packing_of(documents, problem.batch, device)._asdict(), blind, None, None)
+            packing = packing_of(documents, problem.batch, device)
+            return PackedForward(packing._asdict(), Uploads(packing.cu_seqlens_q, blind), blind, None, None)
         kernel = side_kernel("spread", KernelConfig(problem.dim, DTYPE_OF[problem.dtype], packed=True))
-        return PackedForward(roomy.packing._asdict() | {"seqused_k": roomy.seqused_k}, blind, roomy, kernel)
+        how = roomy.packing._asdict() | {"seqused_k": roomy.seqused_k}
+        return PackedForward(how, Uploads(roomy.pieces, blind), blind, roomy, kernel)
 
     def copies(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v in their room. Their rows are (tokens, heads, dim)."""

@@ -23,7 +23,7 @@ from dash_attn.backends.base import Extras
 from dash_attn.problem import FULL, Mask, Problem, tiles
 
 from .fa4 import sinks_of
-from .tables import joined
+from .tables import Uploads, joined
 
 BLOCK = 128  # queries and keys of a block of its mask
 LEAST_DIM = 16  # its products have at least 16 columns
@@ -47,13 +47,20 @@ class Blocks(NamedTuple):
     full: Whole
 
 
+class MaskTensors(NamedTuple):
+    """A mask as flex_attention takes it, and the tensors that it reads."""
+
+    blocks: Any
+    uploads: Uploads
+
+
 class FlexForward:
     """The forward of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.shape = replace(problem, mask=FULL if problem.mask.tiles is None else every_tile(problem))
-        self._masks: dict[torch.device, Any] = {}
+        self._masks: dict[torch.device, MaskTensors] = {}
         cap = problem.features.softcap
         self.how: dict[str, Any] = {
             "score_mod": capped(cap) if cap else None,
@@ -66,9 +73,10 @@ class FlexForward:
         mask = self._masks.get(q.device)
         if mask is None:
             mask = self._masks[q.device] = block_mask(self.problem, q.device)
+        mask.uploads.used()
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
         with torch.no_grad():
-            out, lse = compiled(self.shape)(*heads_first, block_mask=mask, **self.how)
+            out, lse = compiled(self.shape)(*heads_first, block_mask=mask.blocks, **self.how)
         if self.problem.features.sinks:
             out, lse = with_sinks(out, lse, sinks_of(extras))
         return out.transpose(1, 2).contiguous(), lse.contiguous()
@@ -122,8 +130,8 @@ def has_small_cells(problem: Problem) -> bool:
     return grid is not None and bool(grid.cell_m % BLOCK or grid.cell_n % BLOCK)
 
 
-def block_mask(problem: Problem, device: torch.device) -> Any:
-    """The mask as flex_attention takes it, for all batch entries and heads."""
+def block_mask(problem: Problem, device: torch.device) -> MaskTensors:
+    """The mask for all batch entries and heads."""
     from torch.nn.attention.flex_attention import BlockMask
 
     grid = problem.mask.tiles if has_small_cells(problem) else None
@@ -139,7 +147,7 @@ def block_mask(problem: Problem, device: torch.device) -> Any:
         return in_row(b, h, q, k) & (given[0][q // cell_m, k // cell_n] != 0)
 
     cell_m, cell_n = (grid.cell_m, grid.cell_n) if grid is not None else (1, 1)
-    return BlockMask.from_kv_blocks(
+    blocks = BlockMask.from_kv_blocks(
         partial_count,
         partial,
         full_count,
@@ -148,6 +156,7 @@ def block_mask(problem: Problem, device: torch.device) -> Any:
         mask_mod=in_row if grid is None else in_row_and_cell,
         seq_lengths=(problem.len_q, problem.len_k),
     )
+    return MaskTensors(blocks, Uploads(first, partial))
 
 
 def blocks_of(problem: Problem) -> Blocks:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from . import flex
 from .alignment import Strides, aligned
 from .fa4 import Fa4Forward, entry
 from .packing import Packing, packing_of, unpacked
+from .tables import Uploads
 
 VARIABLE = "DASH_ATTN_FORWARD"
 named_provider = variable(VARIABLE)
@@ -133,12 +134,17 @@ class TorchFlash:
         return TorchForward(problem)
 
 
+class PackedTensors(NamedTuple):
+    packing: Packing
+    uploads: Uploads
+
+
 class TorchForward:
     """The forward of one problem with torch's flash kernel."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._packing: Packing | None = None  # kept here: a captured graph reads it, and the cache may drop it
+        self._packed: PackedTensors | None = None  # kept here: a captured graph reads it, and the cache may drop it
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras | None = None) -> Result:
         problem, mask = self.problem, self.problem.mask
@@ -152,10 +158,12 @@ class TorchForward:
             lengths = (problem.len_q, problem.len_k)
             out, lse, *_ = flash(q, k, v, None, None, *lengths, 0.0, mask.right == 0, False, **how)
         else:
-            if self._packing is None:
-                self._packing = packing_of(mask.documents, problem.batch, q.device)
+            if self._packed is None:
+                packing = packing_of(mask.documents, problem.batch, q.device)
+                self._packed = PackedTensors(packing, Uploads(packing.cu_seqlens_q))
+            self._packed.uploads.used()
             flat = (x if x.dim() == 3 else x.flatten(0, 1) for x in (q, k, v))
-            out, lse, *_ = flash(*flat, *self._packing, 0.0, mask.right == 0, False, **how)
+            out, lse, *_ = flash(*flat, *self._packed.packing, 0.0, mask.right == 0, False, **how)
             if q.dim() == 4:
                 out, lse = unpacked(problem, out, lse)
         if has_empty_rows(problem):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Extras, Gradients, Operands
@@ -14,7 +13,7 @@ from dash_attn.lazily import cached_property
 from .alignment import Strides, aligned, fits, maker
 from .cache import Kernel, kernels, shared, side_kernel
 from .config import KernelConfig
-from .tables import DeviceTables, PackedTables
+from .tables import DeviceTables, PackedTables, Uploads
 from .workspace import Keeper, Room, Workspace, converted
 
 LOG2_E = 1.4426950408889634
@@ -47,12 +46,10 @@ class Launch:
         self.program, self.facts = converted(tables.program), (*factors, *tables.facts)
         self.clears = tables.clears_dq or tables.clears_dkv or not cfg.ordered
         self.special = cfg.trace or cfg.debug
-        self._device = tables.runs.device
-        self._index = self._device.index if self._device.type == "cuda" else None
+        self._uploads = Uploads(tables.runs)
         self._workspace = Keeper(cfg, tables.n_q, tables.n_kv)
         # The key has the strides of tensors that need no copy. The value makes new tensors like q, k and v.
         self._makers: dict[tuple[Strides, ...], Callable[[Tensor], Tensor]] = {}
-        self._streams: set[int] = set()  # streams that have used the tables
 
     @cached_property
     def prepare_dlse(self) -> Kernel:
@@ -123,12 +120,7 @@ class Launch:
     ) -> None:
         dout, q, k, v, out, lse = operands
         dq, dk, dv = into
-        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        if stream not in self._streams:
-            if self._index is not None:
-                # Another stream copied all tables into one memory. It must stay until this stream no longer uses it.
-                self.tables.runs.record_stream(torch.cuda.current_stream(self._device))
-            self._streams.add(stream)
+        stream = self._uploads.used()
         if workspace is None:
             room = self._workspace(q, k, dq, stream)
         else:

@@ -1,8 +1,8 @@
 """A folder of machine code that this user alone can have written.
 
 What stands in a file is executed. So a file counts only if the folder and the file belong to this user, nobody else can
-write to them, and the file's content has the checksum in its name. Files appear by renaming, so processes can share a
-folder.
+write to them, nobody else can put another folder in their place, and the file's content has the checksum in its name.
+Files appear by renaming, so processes can share a folder.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Store:
         if not stat.S_ISDIR(facts.st_mode):
             raise Untrusted(f"{folder} is a link or a file, not a folder")
         require_own(folder, facts)
-        return Store(folder)
+        place = folder.resolve()  # links on the way may change later
+        for parent in place.parents:
+            require_fixed(parent)
+        return Store(place)
 
     def find(self, key: str) -> Path | None:
         """The file of a key. One that is damaged or not this user's is removed, with a warning."""
@@ -117,6 +120,16 @@ def require_own(path: Path, facts: os.stat_result) -> None:
         raise Untrusted(f"{path} belongs to another user")
     if facts.st_mode & OTHERS_WRITE:
         raise Untrusted(f"{path} can be written by others: chmod go-w {path}")
+
+
+def require_fixed(parent: Path) -> None:
+    """Untrusted if every user can rename what is in this folder. In a folder like /tmp, which is sticky, they cannot.
+
+    The group of a parent is trusted: with the usual umask of 002 each new folder is writable for the user's own group.
+    """
+    mode = parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise Untrusted(f"others can rename what is in {parent}: chmod o-w {parent}, or chmod +t {parent}")
 
 
 def require_whole(path: Path) -> None:

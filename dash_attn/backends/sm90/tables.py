@@ -168,7 +168,7 @@ def joined(parts: Sequence[npt.NDArray[np.int32]], device: torch.device) -> list
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device, ready for every stream.
+    """The tensor on a device, ready for every stream. Whoever uses it says so (Uploads).
 
     A separate stream copies it, so the host waits for the copy and not for the kernels in the queue.
     """
@@ -176,6 +176,32 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
         return x.to(device)
     with torch.cuda.stream(_copying(device)):
         return x.to(device)
+
+
+class Uploads:
+    """Uploaded tensors, and the streams that have used them.
+
+    The stream that copied the tensors gets their memory back when nobody holds them. It must not fill that memory while
+    a kernel that reads it waits in the queue of another stream.
+    """
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        """One tensor of each upload is enough: those of one upload share their memory."""
+        self.tensors = tuple(x for x in tensors if x is not None)
+        device = self.tensors[0].device
+        self._index = device.index if device.type == "cuda" else None
+        self._streams: set[int] = set()
+
+    def used(self) -> int:
+        """The current stream uses the tensors: their memory stays until it has. Returns its number, 0 without a GPU."""
+        if self._index is None:
+            return 0
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream not in self._streams:
+            for x in self.tensors:
+                x.record_stream(torch.cuda.current_stream(self._index))
+            self._streams.add(stream)
+        return stream
 
 
 @lru_cache(None)

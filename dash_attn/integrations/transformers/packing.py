@@ -136,7 +136,7 @@ def read(number: Tensor | None, positions: Tensor | None, call: CallShape, devic
     batch, len_q, len_k = call.batch, call.len_q, call.len_k
     padded = number is not None
     # On the CPU, so that a GPU is waited for once and not at every step.
-    number = torch.ones(batch, len_k, dtype=torch.int64) if number is None else number.to("cpu", torch.int64)
+    number = torch.ones(batch, len_k, device="cpu").long() if number is None else number.to("cpu", torch.int64)
     if positions is not None:
         positions = positions.expand(batch, -1).cpu()
     if call.windowed:
@@ -149,7 +149,7 @@ def read(number: Tensor | None, positions: Tensor | None, call: CallShape, devic
             return Packed(index, index, [0, *starts, len(tokens)], None)
     elif len_q > len_k and call.by_position and padded:
         raise ValueError(f"attention_mask is for {len_k} keys, fewer than the {len_q} queries")
-    real = number[:, -len_q:] if call.by_position and padded else torch.ones(batch, len_q, dtype=torch.int64)
+    real = number[:, -len_q:] if call.by_position and padded else torch.ones(batch, len_q, device="cpu").long()
     queries = real.flatten().nonzero().flatten()
     if len_q != len_k and (int(number.max()) > 1 or _starts(queries, real, positions)[1]):
         raise NotImplementedError(
@@ -222,7 +222,7 @@ def pack(
     totals, places = (batch * len_q, batch * len_k), _places(sizes)
     cu_q, cu_k = [*cu_q, totals[0]], [*cu_k, cu_k[-1]]  # queries without a key, then keys without a query
     ends = [
-        torch.tensor([*cu, *[total] * (places - len(cu))], dtype=torch.int32)
+        torch.tensor([*cu, *[total] * (places - len(cu))], dtype=torch.int32, device="cpu")
         for cu, total in zip((cu_q, cu_k), totals, strict=True)
     ]
     return orders[0], orders[1], ends[0], ends[1]

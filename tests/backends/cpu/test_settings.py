@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -270,6 +271,28 @@ def test_a_fork_waits_for_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> N
     os.waitpid(child, 0)
     assert not thread.is_alive() or not os.path.exists("/proc/self/task")
     thread.join()
+
+
+def test_threads_may_end_while_a_process_begins_to_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python prints an error of this handler and goes on, and then the fork has waited for nobody."""
+    ended, looked_at = deque([1, 2], maxlen=256), list[str]()
+
+    class Thread:
+        def __init__(self, path: str) -> None:
+            looked_at.append(path.rpartition("/")[2])
+
+        def exists(self) -> bool:
+            if len(looked_at) == 1:
+                ended.append(3)
+            return False
+
+    monkeypatch.setattr(forks, "_ended", ended)
+    monkeypatch.setattr(forks, "Path", Thread)
+    try:
+        forks._before()
+    finally:
+        forks._reopen()
+    assert looked_at == ["1", "2", "3"]
 
 
 @has_fork

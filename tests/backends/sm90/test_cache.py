@@ -202,9 +202,9 @@ class Compiler:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "named"))
     cache.warn_once.cache_clear()
-    return tmp_path / "kernels"
+    return tmp_path / "named" / cache.OWN
 
 
 @pytest.fixture
@@ -340,6 +340,26 @@ def test_a_temporary_folder_that_is_open_or_a_link_is_not_used(
     assert not list((tmp_path / "moved").iterdir())
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_others_can_rename_is_not_used(
+    mode: int, linked: bool, place: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the check of a file and its loading they could put another folder in its place."""
+    shared = place.parent
+    if linked:
+        shared = shared.with_name("shared")
+        place.parent.symlink_to(shared)
+    shared.mkdir()
+    shared.chmod(mode)
+    assert built() == built() == b"code of main"
+    if mode & stat.S_ISVTX or not mode & stat.S_IWOTH:
+        assert compiler.count == 1 and not caplog.records
+    else:
+        assert compiler.count == 2 and not list(place.iterdir())
+        assert len(caplog.records) == 1 and "others can rename" in caplog.text and str(shared) in caplog.text
+
+
 def test_a_home_that_cannot_hold_a_folder_falls_back_to_the_temporary_one(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -435,6 +455,19 @@ def test_what_a_killed_process_left_is_removed_later(place: Path) -> None:
     kept.keep("key", lambda path: path.write_bytes(b"code") and None)
     kept.keep("key", lambda path: path.write_bytes(b"code") and None)
     assert not old.exists() and new.exists()
+
+
+def test_files_of_others_in_the_named_folder_stay(place: Path, compiler: Compiler) -> None:
+    folder = place.parent
+    (folder / f"{store.SCRATCH}feature").mkdir(parents=True)
+    others = [folder / name for name in ("uv.lock", "module.o", f"{store.SCRATCH}feature/thesis.tex")]
+    for path in others:
+        path.write_bytes(b"precious")
+    for path in (*others, *folder.iterdir()):
+        os.utime(path, (1000, 1000))
+    built()
+    dataclasses.replace(cache.Store.at(cache.folder()), most_bytes=0).keep("key", lambda path: path.touch())
+    assert all(path.exists() for path in others)
 
 
 def test_side_kernels_are_shared_between_masks_orders_and_builds() -> None:

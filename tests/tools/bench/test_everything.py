@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from dash_attn.backends.cpu import forks
 from dash_attn.backends.sm90 import store
 from dash_attn.tools.bench.audit import attempts, everything
 from dash_attn.tools.bench.audit.audit import AuditSettings
@@ -92,6 +94,17 @@ def test_a_thread_that_is_left_is_noticed(monkeypatch: pytest.MonkeyPatch, handl
         over.set()
         for thread in threads:
             thread.join()
+
+
+class Torn(deque[int]):
+    def __bool__(self) -> bool:
+        raise RuntimeError("deque mutated during iteration")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_an_error_in_a_handler_of_forks_is_noticed(monkeypatch: pytest.MonkeyPatch, handlers: None) -> None:
+    monkeypatch.setattr(forks, "_ended", Torn())
+    assert outcomes("forks", 1) == ["WRONG: RuntimeError('deque mutated during iteration') in a handler of forks"]
 
 
 # ---- the parts together ------------------------------------------------------------------------------------

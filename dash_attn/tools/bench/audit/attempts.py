@@ -12,11 +12,13 @@ import logging
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,6 +39,7 @@ Attempts = Callable[[int], Outcomes]  # with the seed of what is random
 CPU = torch.device("cpu")
 SMALL = Problem(1, 4, 2, 300, 300, 16, "float32", mask=CAUSAL)
 ENDING = 1.0  # seconds after which a thread counts as left behind
+IGNORED = 3  # exit status of a forked child with an error in a handler of forks
 HANG = 20  # seconds after which a forked child counts as hung
 
 
@@ -162,12 +165,30 @@ def forks(seed: int) -> Outcomes:
     try:
         for number in count():
             time.sleep(random.Random(seed + number).uniform(0, seconds))
-            status = _forked(child)
-            words = {0: "computes", 1: "WRONG: other bits", -signal.SIGALRM: "WRONG: hangs"}
-            yield words.get(status, f"WRONG: exit status {status}")
+            with ignored_errors() as ignored:
+                status = _forked(lambda: IGNORED if ignored else child())
+            words = {
+                0: "computes",
+                1: "WRONG: other bits",
+                IGNORED: "WRONG: an error in a handler of forks, in the child",
+                -signal.SIGALRM: "WRONG: hangs",
+            }
+            outcome = words.get(status, f"WRONG: exit status {status}")
+            yield f"WRONG: {ignored[0]!r} in a handler of forks" if ignored else outcome
     finally:
         over.set()
         other.join()
+
+
+@contextmanager
+def ignored_errors() -> Iterator[list[BaseException | None]]:
+    """The errors that Python would print and ignore meanwhile, as it does in handlers of forks."""
+    errors, before = list[BaseException | None](), sys.unraisablehook
+    sys.unraisablehook = lambda unraisable: errors.append(unraisable.exc_value)
+    try:
+        yield errors
+    finally:
+        sys.unraisablehook = before
 
 
 def _forked(work: Callable[[], int]) -> int:
