@@ -29,8 +29,8 @@ class Explanation:
     """What a call runs. Packed sequences and panels of one length share a template; a batch has one.
 
     `panels` is the number of panels of all sequences. It equals `sequences` if no sequence is cut. A negative side of
-    the window, and intervals that run as documents, cut a sequence too. `workspace_bytes` includes the fp32 dK and dV
-    of panels.
+    the window, and intervals that run as documents, cut a sequence too. `kv_sum_bytes` is the part of
+    `workspace_bytes` that holds the fp32 dK and dV of cut chains and of panels.
 
     Equal identities and equal inputs give equal bits of the output and the gradients. Equal fingerprints give equal
     bits of the gradients if `forward` and `software` are equal too.
@@ -51,6 +51,7 @@ class Explanation:
     co_resident: int
     workers: int
     workspace_bytes: int
+    kv_sum_bytes: int
     deterministic: bool
     software: str
     identity: str
@@ -120,6 +121,7 @@ def explanation(prepared: Prepared) -> Explanation:
         "co_resident": backend.co_resident(planned),
         "workers": backend.workers(planned),
         "workspace_bytes": backend.workspace_bytes(planned),
+        "kv_sum_bytes": backend.kv_sum_bytes(planned),
         "deterministic": backend.always_deterministic or prepared.options.deterministic,
         "software": backend.software(),
     }

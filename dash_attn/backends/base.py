@@ -167,7 +167,13 @@ class Backend(Protocol):
         """The number of workers that must run at the same time. A backward with fewer is refused."""
         ...
 
-    def workspace_bytes(self, plan: Planned) -> int: ...
+    def workspace_bytes(self, plan: Planned) -> int:
+        """What a backward allocates beside its results."""
+        ...
+
+    def kv_sum_bytes(self, plan: Planned) -> int:
+        """The part of the workspace that holds fp32 dK and dV of cut chains and of panels."""
+        ...
 
     def held(self, pack: Pack, options: Options) -> Held:
         """Some panels of a problem, which `pack.held` names."""

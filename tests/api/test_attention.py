@@ -276,9 +276,10 @@ def test_explain() -> None:
     said = explain(*tensors, causal=True)
     assert (said.backend, said.mask, str(said.tile), said.deterministic) == ("cpu", "causal", "256x256", True)
     assert said.policy == "symmetric_shift:64@head" and said.reason.startswith("chosen by auto")
-    assert said.co_resident <= said.workers and said.workspace_bytes > 0
+    assert said.co_resident <= said.workers and said.workspace_bytes > said.kv_sum_bytes
+    assert said.kv_sum_bytes == sum(2 * 4 * x.numel() for x in tensors[1:])  # float32, for two heads of q to one of k
     other = explain(*tensors, causal=True, policy="fa3")
-    assert other.policy == "fa3" and other.reason.startswith("asked for")
+    assert other.policy == "fa3" and other.reason.startswith("asked for") and other.kv_sum_bytes == 0
     assert other.fingerprint != said.fingerprint
     lines = str(said).splitlines()
     assert lines[0].split() == ["backend", "cpu"]

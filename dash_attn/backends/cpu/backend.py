@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Held, Options
-from dash_attn.backends.cpu.backward import CpuConfig, backward, workspace_bytes
+from dash_attn.backends.cpu.backward import CpuConfig, backward, kv_sum_bytes, workspace_bytes
 from dash_attn.backends.cpu.forward import PROVIDER, forward
-from dash_attn.backends.cpu.packed import CpuHeld, backward_pack, forward_pack, pack_workspace_bytes
+from dash_attn.backends.cpu.packed import CpuHeld, backward_pack, forward_pack, pack_kv_sum_bytes, pack_workspace_bytes
 from dash_attn.backends.cpu.probe import probe
 from dash_attn.backends.cpu.shape import tile_shape
 from dash_attn.backends.sources import source_hash
@@ -63,6 +63,9 @@ class CpuBackend:
         if isinstance(plan, Pack):
             return pack_workspace_bytes(plan, CpuConfig())
         return workspace_bytes(plan, CpuConfig())
+
+    def kv_sum_bytes(self, plan: Planned) -> int:
+        return pack_kv_sum_bytes(plan) if isinstance(plan, Pack) else kv_sum_bytes(plan)
 
     def held(self, pack: Pack, options: Options) -> Held:
         return CpuHeld(pack, CpuConfig(**dict(options.kernel)))  # type: ignore[arg-type]

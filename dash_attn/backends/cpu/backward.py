@@ -108,10 +108,16 @@ def workspace_bytes(plan: Plan, config: CpuConfig) -> int:
     rows_q, rows_k = problem.batch * problem.heads_q * problem.len_q, problem.batch * problem.heads_kv * problem.len_k
     dim, dim_v, threads = padded(problem.dim), padded(problem.dim_v), config.thread_count()
     features = problem.features
-    parts = rows_k * g.share * (problem.dim + problem.dim_v) if g.share > 1 else 0
     columns = 2 * dim + dim_v + (4 if features.dropout else 2)
-    planes = rows_q * columns + rows_k * (dim + dim_v) + threads * problem.len_q * dim_v + parts
+    planes = rows_q * columns + rows_k * (dim + dim_v) + threads * problem.len_q * dim_v
     worker = FeaturedWorker if features.softcap or features.dropout else Worker
     scores = threads * worker.buffers * g.tile_m * g.tile_n
     tiles = (g.tile_n + g.tile_m) * problem.dim + g.tile_n * problem.dim_v
-    return 4 * (planes + scores + config.worker_count(plan) * tiles)
+    return 4 * (planes + scores + config.worker_count(plan) * tiles) + kv_sum_bytes(plan)
+
+
+def kv_sum_bytes(plan: Plan) -> int:
+    """Bytes of the fp32 dK and dV of cut chains."""
+    problem, share = plan.problem, plan.program.geometry.share
+    rows = problem.batch * problem.heads_kv * problem.len_k
+    return 4 * rows * share * (problem.dim + problem.dim_v) if share > 1 else 0

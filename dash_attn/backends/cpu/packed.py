@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Extras, Gradients, KeySums, Operands, Partials
-from dash_attn.backends.cpu.backward import CpuConfig, replay, workspace_bytes
+from dash_attn.backends.cpu.backward import CpuConfig, kv_sum_bytes, replay, workspace_bytes
 from dash_attn.backends.cpu.forward import Attended, fill
 from dash_attn.backends.cpu.softmax import Softmax
 from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
@@ -141,17 +141,24 @@ class CpuHeld:
 
 
 def pack_workspace_bytes(pack: Pack, config: CpuConfig) -> int:
-    """Bytes of the panel that needs most, because panels run one after the other.
+    """Bytes of the panel that needs most, because panels run one after the other, and those of the panels together."""
+    return max((workspace_bytes(each, config) for each in pack.plans.values()), default=0) + _panel_sum_bytes(pack)
 
-    A sequence of several panels also has fp32 dK and dV: of all its panels together, and of the panel that runs. If a
-    rank holds only some panels, these are results of its backward.
+
+def pack_kv_sum_bytes(pack: Pack) -> int:
+    return max(map(kv_sum_bytes, pack.plans.values()), default=0) + _panel_sum_bytes(pack)
+
+
+def _panel_sum_bytes(pack: Pack) -> int:
+    """A sequence of several panels also has fp32 dK and dV: of all its panels together, and of the panel that runs.
+
+    If a rank holds only some panels, these are results of its backward.
     """
-    row = 4 * pack.problem.heads_kv * (pack.problem.dim + pack.problem.dim_v)
-    most = max((workspace_bytes(each, config) for each in pack.plans.values()), default=0)
     if pack.held is not None:
-        return most
+        return 0
+    row = 4 * pack.problem.heads_kv * (pack.problem.dim + pack.problem.dim_v)
     cut = [panels for _, group in groupby(pack.panels, attrgetter("sequence")) if len(panels := list(group)) > 1]
-    return most + 2 * row * max((panel.len_k for panels in cut for panel in panels), default=0)
+    return 2 * row * max((panel.len_k for panels in cut for panel in panels), default=0)
 
 
 @dataclass(frozen=True)

@@ -70,16 +70,22 @@ class Sm90Backend:
 
     def workspace_bytes(self, plan: Planned) -> int:
         if not isinstance(plan, Pack):
-            return _workspace_bytes(plan)
-        if plan.problem.panels == 1:  # every panel has its own tiles
-            return sum(_workspace_bytes(plan.plan_of(panel)) for panel in plan.panels)
-        # dK and dV have sums, whatever the order is. So a problem of a million tokens is not planned here.
-        sizes = {kind: _panel_bytes(alone, True) for kind, alone in plan.problems.items()}
-        whole = sum(sizes[panel.kind] for panel in plan.panels)
+            return _own_bytes(plan.problem) + self.kv_sum_bytes(plan)
+        sizes = {kind: _own_bytes(alone) for kind, alone in plan.problems.items()}
+        whole = sum(sizes[panel.kind] for panel in plan.panels) + self.kv_sum_bytes(plan)
         if plan.held is None:
             return whole
         keys = plan.problem.batch * plan.problem.len_k * plan.problem.heads_kv
         return whole + 2 * 2 * keys * plan.problem.dim  # dK and dV in 16 bits, which only a whole problem uses
+
+    def kv_sum_bytes(self, plan: Planned) -> int:
+        if not isinstance(plan, Pack):
+            return _kv_sum_bytes(plan.problem) if plan.program.geometry.share > 1 else 0
+        if plan.problem.panels == 1:  # every panel has its own tiles
+            return sum(self.kv_sum_bytes(plan.plan_of(panel)) for panel in plan.panels)
+        # dK and dV have sums, whatever the order is. So a problem of a million tokens is not planned here.
+        sizes = {kind: _kv_sum_bytes(alone) for kind, alone in plan.problems.items()}
+        return sum(sizes[panel.kind] for panel in plan.panels)
 
     def held(self, pack: Pack, options: Options) -> Held:
         """The panels of one rank. Each panel has the tables, and so the bits, that it has among all panels."""
@@ -87,16 +93,15 @@ class Sm90Backend:
         return Sm90Held(pack, self.device, partial(_held_launch, pack, options, self.device))
 
 
-def _workspace_bytes(plan: Plan) -> int:
-    return _panel_bytes(plan.problem, plan.program.geometry.share > 1)
+def _own_bytes(problem: Problem) -> int:
+    """Without sums of dK and dV."""
+    return Workspace.nbytes(config_of(problem), problem.batch * problem.heads_q, problem.len_q)
 
 
-def _panel_bytes(problem: Problem, summed: bool) -> int:
-    """`summed`: dK and dV have fp32 sums, as those of cut chains and of panels."""
-    cfg, planes = config_of(problem), problem.batch * problem.heads_q
-    cut, tiles = replace(cfg, cut=True), -(-problem.len_k // cfg.tile_n)
-    sums = kv_sum_shape(cut, problem.groups, tiles) if summed else (0,)
-    return Workspace.nbytes(cfg, planes, problem.len_q) + 4 * math.prod(sums)
+def _kv_sum_bytes(problem: Problem) -> int:
+    """The fp32 dK and dV of cut chains, or of a panel."""
+    cut = replace(config_of(problem), cut=True)
+    return 4 * math.prod(kv_sum_shape(cut, problem.groups, -(-problem.len_k // cut.tile_n)))
 
 
 def launch_of(plan: Plan, options: Options, device: torch.device) -> Launch:

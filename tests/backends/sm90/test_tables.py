@@ -68,7 +68,8 @@ def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
     assert sums.shape[:2] == (problem.heads_kv, run.tables.n_kv)
     whole = sm90.workspace_bytes(Pack(problem, sm90.tile_shape))
     queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
-    assert whole == 4 * sums.numel() + sum(backend._workspace_bytes(plan(each, shape)) for each in queries)
+    assert sm90.kv_sum_bytes(Pack(problem, sm90.tile_shape)) == 4 * sums.numel()
+    assert whole == 4 * sums.numel() + sum(sm90.workspace_bytes(plan(each, shape)) for each in queries)
 
 
 def test_the_panels_of_ranks_need_the_workspace_of_all_panels():
