@@ -12,6 +12,7 @@ from .cta import CONSUMER_REGS, CONSUMER_WARPGROUPS, RING, SMEM_LIMIT, TILE_N, W
 from .smem_plan import plan
 
 DTYPES = ("bf16", "fp16")
+LOG2_E = 1.4426950408889634
 HEAD_DIMS = range(8, 129, 8)  # a row of a tensor is a whole number of 16-byte pieces
 MASKS = ("full", "causal", "interval")
 FINISHES = ("last", "postpass")

@@ -12,11 +12,9 @@ from dash_attn.lazily import cached_property
 
 from .alignment import Strides, aligned, fits, maker
 from .cache import Kernel, kernels, shared, side_kernel
-from .config import KernelConfig
+from .config import LOG2_E, KernelConfig
 from .tables import DeviceTables, PackedTables, Uploads
 from .workspace import Keeper, Room, Workspace, converted
-
-LOG2_E = 1.4426950408889634
 
 
 class SpecialBuffers(Protocol):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from dash_attn import __version__
 from dash_attn.api.explain import explain
 from dash_attn.backends import Operands, Options, backend_for
 from dash_attn.backends.sm90.cache import assembler, folder
+from dash_attn.backends.sm90.store import SUFFIX, Store, Untrusted
 from dash_attn.prepare import Prepared, prepare
 from dash_attn.problem import CAUSAL, FULL, Mask, Problem, documents, window
 from dash_attn.tools.bench.operands import Drawn, draw
@@ -139,17 +139,14 @@ def what_runs(device: torch.device) -> Iterator[Finding]:
         return
     for name in ("backend", "forward", "tile", "policy", "deterministic", "software", "identity"):
         yield Finding(name, "ok", str(getattr(said, name)))
-    path = folder()
-    parent = next(each for each in (path, *path.parents) if each.exists())
-    kept = len(list(path.glob("*.o"))) if path.is_dir() else 0
-    if writable(parent):
-        yield Finding("kernel cache", "ok", f"{path}, {kept} kernels")
+    try:
+        path = Store.at(folder()).folder
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, Untrusted) as error:
+        yield Finding("kernel cache", "warn", str(error), "DASH_ATTN_CACHE_DIR names another folder")
     else:
-        yield Finding("kernel cache", "warn", f"{path} cannot be written", "DASH_ATTN_CACHE_DIR names another folder")
-
-
-def writable(path: Path) -> bool:
-    return os.access(path, os.W_OK | os.X_OK)
+        yield Finding("kernel cache", "ok", f"{path}, {len(list(path.glob(f'*{SUFFIX}')))} kernels")
 
 
 # ---- self-test ---------------------------------------------------------------------------------------------

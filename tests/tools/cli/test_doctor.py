@@ -128,12 +128,17 @@ def test_a_gpu_that_the_kernel_is_not_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert doctor.usable_device() == torch.device("cpu")
 
 
-def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "there" / "not yet"))
-    assert list(doctor.what_runs(torch.device("cpu")))[-1].status == "ok"
-    monkeypatch.setattr(doctor, "writable", lambda path: path != tmp_path)
+def test_a_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The doctor and the kernels ask the same questions of the folder."""
+    place = tmp_path / "there" / "not yet"
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(place))
     said = list(doctor.what_runs(torch.device("cpu")))[-1]
-    assert said.status == "warn" and "DASH_ATTN_CACHE_DIR" in said.advice
+    assert said.status == "ok" and said.found.startswith(str(place))
+    place.chmod(0o777)
+    said = list(doctor.what_runs(torch.device("cpu")))[-1]
+    assert said.status == "warn" and "others can rename" in said.found and "DASH_ATTN_CACHE_DIR" in said.advice
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", "/proc/dash_attn")
+    assert list(doctor.what_runs(torch.device("cpu")))[-1].status == "warn"
 
 
 # ---- the usual reasons -------------------------------------------------------------------------------------

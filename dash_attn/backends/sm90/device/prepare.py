@@ -15,11 +15,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..config import KernelConfig
+from ..config import LOG2_E, KernelConfig
 from .finish import rows_of
 from .rows import batched
 
-LOG2_E = 1.4426950408889634
 THREADS = 256
 
 

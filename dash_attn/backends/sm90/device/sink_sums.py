@@ -9,8 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from ..config import KernelConfig
-from .prepare import LOG2_E
+from ..config import LOG2_E, KernelConfig
 
 THREADS = 1024
 WARPS = THREADS // 32
