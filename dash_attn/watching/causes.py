@@ -13,6 +13,12 @@ from dash_attn.watching.difference import Difference
 from dash_attn.watching.files import Environment
 
 ARITHMETIC = ("forward", "recompute", "backward", "update")
+# The library and the operation that each of these settings is for.
+FLOAT32 = {
+    f"float32 precision of {library} {operation}": (library, operation)
+    for library in ("cuda", "mkldnn")
+    for operation in ("matmul", "conv", "rnn")
+}
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ SAME = {
     "deterministic algorithms": "set it alike",
     "warn_only": "set it alike",
     "cudnn.benchmark": "set it alike",
-    "float32 matmul precision": "TF32 has other bits: set it alike",
+    **dict.fromkeys(FLOAT32, "TF32 has other bits: set it alike"),
     "compiled": "compiled code rounds differently: compare compiled runs with compiled runs",
     "max_autotune": "set it alike",
     "CUBLAS_WORKSPACE_CONFIG": "set it alike",

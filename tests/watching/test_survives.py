@@ -19,7 +19,8 @@ from torch.func import functional_call, grad, vmap
 from torch.masked import masked_tensor
 
 import dash_attn
-from dash_attn.watching.environment import random_states
+from dash_attn.tools.cli import reasons
+from dash_attn.watching.environment import environment, random_states
 from dash_attn.watching.files import Step, load_run
 from dash_attn.watching.watcher import Watcher
 
@@ -188,6 +189,32 @@ def test_lazy_modules(tmp_path: Path) -> None:
     step = watched(tmp_path, nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8), nn.LazyBatchNorm1d()))
     assert "1:gradient of weight" in rows(step, "reduce") and "1:weight" in rows(step, "update")
     assert rows(step, "start") == ["0:weight", "0:bias", "2:num_batches_tracked"]
+
+
+@pytest.fixture(params=["cuda", "mkldnn"])
+def newer_setting(request: pytest.FixtureRequest) -> Iterator[str]:
+    """After one of torch's newer settings its older function raises."""
+    backend = getattr(torch.backends, request.param)
+    backend.matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    yield f"float32 precision of {request.param} matmul"
+    backend.matmul.fp32_precision = "none"
+
+
+def test_a_newer_setting_of_tf32(tmp_path: Path, newer_setting: str) -> None:
+    watched(tmp_path, small())
+    (record,) = load_run(tmp_path)
+    assert record.environment[newer_setting] == "tf32"
+    assert reasons.precision({}).found == "float32 products in TF32"
+
+
+def test_an_older_setting_of_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    assert environment()["float32 precision of cuda matmul"] == "tf32"
+    torch.set_float32_matmul_precision(before)
+    assert environment()["float32 precision of cuda matmul"] == "ieee"
 
 
 @pytest.fixture
