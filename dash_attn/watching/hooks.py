@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +16,33 @@ from dash_attn.watching import environment
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-class Hook:
-    """Calls a method of a watcher. torch.compile does not trace the method: a compiled model runs in graphs that end at
-    every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself is watched."""
+class Guard:
+    """Calls the methods of a watcher. The first error in one of them ends the record, and not the training."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def call(self, method: Callable[..., None], *given: Any) -> None:
+        if not self.stopped:
+            try:
+                method(*given)
+            except Exception as error:
+                self.stop(error)
+
+    def stop(self, error: Exception) -> None:
+        if not self.stopped:
+            self.stopped = True
+            told = f"dash_attn.watch stops, and the training continues: {type(error).__name__}: {error}"
+            warnings.warn(told, stacklevel=3)
+
+
+class Hook:
+    """Calls a method of a watcher under its guard. torch.compile does not trace the method: a compiled model runs in
+    graphs that end at every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself
+    is watched."""
+
+    def __init__(self, guard: Guard, method: Callable[..., None]) -> None:
+        call = partial(guard.call, method)
         self._call = call
         self._disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 

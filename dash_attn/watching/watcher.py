@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections import deque
 from collections.abc import Container, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
 from dash_attn.watching.fingerprint import WHOLE, Share
-from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes, stack_depth
+from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
 from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, unwrapped
 
@@ -79,6 +78,7 @@ class Watcher:
         self._writer = Writer(path_of(to, self._rank))
         if self._rank == 0 and (count := environment.world_size()):
             remove_from(to, count)
+        self._guard = Guard()
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
@@ -88,7 +88,7 @@ class Watcher:
         self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
-        self._active = self._continued = self._had_backward = self._failed = False
+        self._active = self._continued = self._had_backward = False
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
         self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
@@ -102,10 +102,16 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
+        self._guard.call(self._see, name, value)
+
+    def _see(self, name: str, value: Any) -> None:
         self._record("data", named("", value, name), self._open.whole)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
+        self._guard.call(self._end_step)
+
+    def _end_step(self) -> None:
         if is_unreal():
             return
         done, self._continued = self._open, self._recording
@@ -131,10 +137,12 @@ class Watcher:
         self._handles.clear()
         compile_again()
         self.end_step()
-        for step in self._pending:
-            step.slots.wait()
-            self._write(step)
-        self._pending.clear()
+        try:
+            while self._pending:
+                self._pending[0].slots.wait()
+                self._write(self._pending.popleft())
+        except Exception as error:
+            self._guard.stop(error)
         self._writer.close()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -142,7 +150,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
-        before, after = Hook(self._before_update), Hook(self._after_update)
+        before, after = (Hook(self._guard, method) for method in (self._before_update, self._after_update))
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -167,14 +175,14 @@ class Watcher:
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
             if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
                 layer = is_layer(module)
-                before, after = (Hook(partial(call, name, layer)) for call in (self._before, self._after))
+                before, after = (Hook(self._guard, partial(call, name, layer)) for call in (self._before, self._after))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that it is known which forwards still run.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
                 if parameter.requires_grad and not is_lazy(parameter):
-                    hook = Hook(partial(self._parameter_gradient, name, own))
+                    hook = Hook(self._guard, partial(self._parameter_gradient, name, own))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _before(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -223,7 +231,7 @@ class Watcher:
                     entry.feeds_layer = True
                 if not entry.hooked:
                     entry.hooked = True
-                    hook = partial(self._gradient, module, name, entry)
+                    hook = partial(self._guard.call, self._gradient, module, name, entry)
                     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                     if tensor.grad_fn is None:
                         self._leaves.append(handle)
@@ -243,7 +251,7 @@ class Watcher:
             self._record("backward", named(module, gradient, name), self._open.whole)
             return
         if not self._gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._guard.call, self._end_backward))
         self._gradients.append((module, name, gradient))
 
     def _end_backward(self) -> None:
@@ -258,7 +266,7 @@ class Watcher:
         self._gradients.clear()  # a backward that ended in an error has left them
         self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
-            self.end_step()
+            self._end_step()
         if not self._recording:
             return
         if not self._open.began:
@@ -291,7 +299,7 @@ class Watcher:
             self._record("update", [*parameters, *self._state_of(optimizer)], self._open.whole)
         if last:
             self._inside.clear()  # what a KeyboardInterrupt has left
-            self.end_step()
+            self._end_step()
 
     def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
@@ -320,16 +328,14 @@ class Watcher:
             self._open.record(phase, tensors, reads, share)
 
     def _write(self, done: OpenStep) -> None:
-        if self._failed:
-            return
         step = done.step(self._written)
         try:
             if self._written is None:
                 self._writer.environment(self._facts)
             self._writer.step(step)
-        except OSError as error:  # as of a full disk: a training must not end for its record
-            self._failed, self._steps = True, ()
-            warnings.warn(f"dash_attn.watch stops, and the training continues: {error}", stacklevel=2)
+        except Exception:  # as of a full disk
+            self._pending.clear()
+            raise
         self._written = done, step
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
