@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.stopped = False
+        self.untraced: Callable[..., None] = torch.compiler.disable(self.call)  # type: ignore[no-untyped-call]
 
     def call(self, method: Callable[..., None], *given: Any) -> None:
         if not self.stopped:
@@ -41,19 +41,19 @@ class Hook:
     graphs that end at every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself
     is watched."""
 
+    __slots__ = ("_guard", "_method")
+
     def __init__(self, guard: Guard, method: Callable[..., None]) -> None:
-        call = partial(guard.call, method)
-        self._call = call
-        self._disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+        self._guard, self._method = guard, method
 
     def __call__(self, *given: Any) -> None:
         if torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
             return
-        # While torch.compile traces this, the condition holds. Else `_disabled` would only take time.
+        # While torch.compile traces this, the condition holds. Else `untraced` would only take time.
         if torch.compiler.is_dynamo_compiling():
-            self._disabled(*given)
+            self._guard.untraced(self._method, *given)
         else:
-            self._call(*given)
+            self._guard.call(self._method, *given)
 
     def __reduce__(self) -> tuple[type[Idle], tuple[()]]:
         return Idle, ()

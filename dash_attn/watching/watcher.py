@@ -231,7 +231,7 @@ class Watcher:
                     entry.feeds_layer = True
                 if not entry.hooked:
                     entry.hooked = True
-                    hook = partial(self._guard.call, self._gradient, module, name, entry)
+                    hook = Hook(self._guard, partial(self._gradient, module, name, entry))
                     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                     if tensor.grad_fn is None:
                         self._leaves.append(handle)
@@ -251,7 +251,7 @@ class Watcher:
             self._record("backward", named(module, gradient, name), self._open.whole)
             return
         if not self._gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._guard.call, self._end_backward))
+            torch.autograd.Variable._execution_engine.queue_callback(Hook(self._guard, self._end_backward))
         self._gradients.append((module, name, gradient))
 
     def _end_backward(self) -> None:
