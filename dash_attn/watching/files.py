@@ -149,6 +149,10 @@ class Writer:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
+    def leave(self) -> None:
+        """Close the file in a forked child. The lock is that of the parent."""
+        self._file.close()
+
     def _frame(self, kind: bytes, content: bytes) -> None:
         frame = FRAME.pack(kind, len(content), zlib.crc32(content)) + content
         if self._file.write(frame) < len(frame):  # a disk that gets full takes a part, without an error

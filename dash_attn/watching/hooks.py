@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd import forward_ad
@@ -16,10 +18,12 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Guard:
-    """Calls the methods of a watcher. The first error in one of them ends the record, and not the training."""
+    """Calls the methods of a watcher. The first error in one of them ends the record, and not the training. A forked
+    child records nothing: the file belongs to its parent."""
 
     def __init__(self) -> None:
-        self.stopped = False
+        self.stopped = self.is_forked = False
+        GUARDS.add(self)
         self.untraced: Callable[..., None] = torch.compiler.disable(self.call)  # type: ignore[no-untyped-call]
 
     def call(self, method: Callable[..., None], *given: Any) -> None:
@@ -34,6 +38,18 @@ class Guard:
             self.stopped = True
             told = f"dash_attn.watch stops, and the training continues: {type(error).__name__}: {error}"
             warnings.warn(told, stacklevel=3)
+
+
+GUARDS = WeakSet[Guard]()
+
+
+def _leave() -> None:
+    for guard in GUARDS:
+        guard.stopped = guard.is_forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on every system
+    os.register_at_fork(after_in_child=_leave)
 
 
 class Hook:

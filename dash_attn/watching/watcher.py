@@ -136,6 +136,9 @@ class Watcher:
             handle.remove()
         self._handles.clear()
         compile_again()
+        if self._guard.is_forked:
+            self._writer.leave()
+            return
         self.end_step()
         try:
             while self._pending:
