@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
@@ -18,18 +19,20 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Guard:
-    """Calls the methods of a watcher. The first error in one of them ends the record, and not the training. A forked
-    child records nothing: the file belongs to its parent."""
+    """Calls the methods of a watcher, one at a time: a backward may run in several threads. The first error in one of
+    them ends the record, and not the training. A forked child records nothing: the file belongs to its parent."""
 
     def __init__(self) -> None:
         self.stopped = self.is_forked = False
+        self._lock = RLock()
         GUARDS.add(self)
         self.untraced: Callable[..., None] = torch.compiler.disable(self.call)  # type: ignore[no-untyped-call]
 
     def call(self, method: Callable[..., None], *given: Any) -> None:
         if not self.stopped:
             try:
-                method(*given)
+                with self._lock:
+                    method(*given)
             except Exception as error:
                 self.stop(error)
 

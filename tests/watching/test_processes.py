@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -61,3 +62,38 @@ def test_a_forked_child_leaves_the_record_alone(tmp_path: Path) -> None:
     plain, forked = trained(tmp_path / "a", False), trained(tmp_path / "b", True)
     assert sorted(forked.steps) == [0, 1, 2, 3] and forked.complete
     assert first_difference([plain], [forked]) is None
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_backwards_at_once(tmp_path: Path, quick_switches: None) -> None:
+    """As of a model on two devices: torch runs the backward of each device in a thread of its own."""
+
+    def trained(to: Path) -> Record:
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Sequential(*(nn.Linear(16, 16) for _ in range(20))) for _ in range(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with dash_attn.watch(model, optimizer=optimizer, to=to):
+            for _ in range(5):
+                x = torch.randn(4, 16)
+                threads = [Thread(target=part(x).sum().backward) for part in model]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+                optimizer.step()
+                optimizer.zero_grad()
+        (record,) = load_run(to)
+        return record
+
+    a, b = trained(tmp_path / "a"), trained(tmp_path / "b")
+    assert first_difference([a], [b]) is None
+    assert {len(step.rows) for step in a.steps.values()} == {len(step.rows) for step in b.steps.values()}
+    gradients = [row[:3] for row in a.steps[1].rows if row.phase == "backward"]
+    assert len(gradients) == len(set(gradients)) == 3 * 20 * 3
