@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from dash_attn.watching import environment
 
@@ -19,22 +20,15 @@ FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Guard:
-    """Calls the methods of a watcher, one at a time: a backward may run in several threads. The first error in one of
-    them ends the record, and not the training. A forked child records nothing: the file belongs to its parent."""
+    """What the hooks of a watcher share: they run one at a time, because a backward may run in several threads. The
+    first error in one of them ends the record, and not the training. A forked child records nothing: the file belongs
+    to its parent."""
 
     def __init__(self) -> None:
         self.stopped = self.is_forked = False
-        self._lock = RLock()
+        self.lock = RLock()
+        self.untraced: Callable[..., None] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
         GUARDS.add(self)
-        self.untraced: Callable[..., None] = torch.compiler.disable(self.call)  # type: ignore[no-untyped-call]
-
-    def call(self, method: Callable[..., None], *given: Any) -> None:
-        if not self.stopped:
-            try:
-                with self._lock:
-                    method(*given)
-            except Exception as error:
-                self.stop(error)
 
     def stop(self, error: Exception) -> None:
         if not self.stopped:
@@ -66,13 +60,17 @@ class Hook:
         self._guard, self._method = guard, method
 
     def __call__(self, *given: Any) -> None:
-        if torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
+        if is_dynamo_compiling():  # true while torch.compile traces this. Else `untraced` would only take time
+            if not torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
+                self._guard.untraced(self, *given)
             return
-        # While torch.compile traces this, the condition holds. Else `untraced` would only take time.
-        if torch.compiler.is_dynamo_compiling():
-            self._guard.untraced(self._method, *given)
-        else:
-            self._guard.call(self._method, *given)
+        guard = self._guard
+        if not guard.stopped:
+            try:
+                with guard.lock:
+                    self._method(*given)
+            except Exception as error:
+                guard.stop(error)
 
     def __reduce__(self) -> tuple[type[Idle], tuple[()]]:
         return Idle, ()
@@ -83,6 +81,10 @@ class Idle:
 
     def __call__(self, *given: Any) -> None:
         pass
+
+
+def _call(hook: Hook, *given: Any) -> None:
+    hook(*given)
 
 
 def stack_depth() -> int:

@@ -79,6 +79,7 @@ class Watcher:
         if self._rank == 0 and (count := environment.world_size()):
             remove_from(to, count)
         self._guard = Guard()
+        self._gradient_hook = Hook(self._guard, self._gradient)
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
@@ -102,14 +103,14 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
-        self._guard.call(self._see, name, value)
+        Hook(self._guard, self._see)(name, value)
 
     def _see(self, name: str, value: Any) -> None:
         self._record("data", named("", value, name), self._open.whole)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
-        self._guard.call(self._end_step)
+        Hook(self._guard, self._end_step)()
 
     def _end_step(self) -> None:
         if is_unreal():
@@ -234,7 +235,7 @@ class Watcher:
                     entry.feeds_layer = True
                 if not entry.hooked:
                     entry.hooked = True
-                    hook = Hook(self._guard, partial(self._gradient, module, name, entry))
+                    hook = partial(self._gradient_hook, module, name, entry)
                     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                     if tensor.grad_fn is None:
                         self._leaves.append(handle)
