@@ -12,7 +12,7 @@ from typing import Any
 from dash_attn.watching.difference import Difference
 from dash_attn.watching.files import Environment
 
-ARITHMETIC = ("forward", "recompute", "backward", "update")
+ARITHMETIC = ("forward", "recompute", "backward", "gradient", "update")
 # The library and the operation that each of these settings is for.
 FLOAT32 = {
     f"float32 precision of {library} {operation}": (library, operation)
@@ -143,7 +143,7 @@ def operations(question: Question) -> Iterator[Cause]:
 
 
 def reductions(question: Question) -> Iterator[Cause]:
-    if question.difference.topic != "reduce":
+    if question.difference.topic not in ("reduce", "gradient"):
         return
     if (question.both("world size")[0] or 1) > 1:
         given = question.both("NCCL_ALGO")[0]

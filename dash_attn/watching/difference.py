@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def direction(self) -> str:
-        return DIRECTIONS[self.row.phase]
+        return "backward, or what follows it" if self.topic == "gradient" else DIRECTIONS[self.row.phase]
 
     @property
     def tensor(self) -> str:
@@ -225,8 +225,10 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
         return "forward", f"the script, between modules{_after(step, index)}"
     if row.phase == "buffer":
         return "forward", f"the forward of {shown(row.module)}, which writes to {row.tensor}"
-    if row.phase == "reduce":
+    if row.phase == "reduce" and _had_backward(step, index):
         return "reduce", f"what changes the {_path(row)} between backward and update"
+    if row.phase == "reduce":
+        return "gradient", f"the backward of {shown(row.module)}, or what changes the {_path(row)} after it"
     if row.phase == "update":
         return "update", f"the optimizer's update of {_path(row)}"
     if row.phase == "backward":
@@ -236,6 +238,12 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
         return row.phase, f"{verb} of {shown(row.module)}"
     inside = row.module if row.tensor.startswith("output") else _parent(row.module)
     return row.phase, f"{verb} of {shown(inside)}, in its own code{_after(step, index)}"
+
+
+def _had_backward(step: Step, index: int) -> bool:
+    """Is the gradient of row `index`, as the optimizer gets it, also recorded as the backward gave it?"""
+    _, module, tensor, *_ = step.rows[index]
+    return any(row[:3] == ("backward", module, tensor.rpartition(" of ")[2]) for row in step.rows[:index])
 
 
 def _backward(step: Step, index: int) -> str:
@@ -284,7 +292,7 @@ def _inputs(step: Step, index: int) -> Iterator[str]:
         parameter = not row.tensor.startswith(("input", "output"))
         modules, start = _owners(step, row) if parameter else _readers(step, row)[0], "output"
     elif row.phase == "reduce":
-        modules, start = [row.module], own
+        modules, start = [row.module], own if _had_backward(step, index) else "output"
     elif row.phase == "update":
         modules, phases, start = [row.module], ("reduce",), f"gradient of {own}"
     else:

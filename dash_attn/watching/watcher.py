@@ -172,6 +172,7 @@ class Watcher:
 
     def _hook_modules(self) -> None:
         self._owners: dict[int, tuple[str, str]] = {}
+        self._unhooked: list[tuple[str, str, nn.Parameter]] = []
         self._modules: list[tuple[str, nn.Module]] = []  # a walk through a model takes long
         for path, module in self._model.named_modules():
             name = clean(path)
@@ -185,9 +186,18 @@ class Watcher:
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
-                if parameter.requires_grad and not is_lazy(parameter):
-                    hook = Hook(self._guard, partial(self._parameter_gradient, name, own))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._unhooked.append((name, own, parameter))
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        """Hook the parameters that have gradients. Frozen and lazy ones may have them in a later step."""
+        given, self._unhooked = self._unhooked, []
+        for name, own, parameter in given:
+            if parameter.requires_grad and not is_lazy(parameter):
+                hook = Hook(self._guard, partial(self._parameter_gradient, name, own))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            else:
+                self._unhooked.append((name, own, parameter))
 
     def _before(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
@@ -274,6 +284,7 @@ class Watcher:
         if not self._recording:
             return
         if not self._open.began:
+            self._hook_parameters()
             state = self._tensors("_parameters") + self._tensors("_buffers")
             if self._continued and self._optimizers:  # only what the script has changed after the update
                 state = [each for each in state if self._versions.get(id(each[2])) != version(each[2])]

@@ -236,6 +236,7 @@ def tell(runs: Compared) -> None:
     if first.inputs:
         read = "" if first.is_sure else " in the part that was read"
         lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
+    if first.inputs and first.topic != "gradient":
         drawn = ", or the random numbers that it draws" if first.generators else ""
         lines.append(
             f"                    So the operation itself differs{drawn}{'' if first.is_sure else ', most likely'}."
