@@ -39,7 +39,10 @@ STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
 MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
-MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
+# Bytes of JSON of all layouts. A longer file may have more, so a small file takes little memory when it is read. zlib
+# makes layouts 5 to 15 times smaller, and a layout that is used has values beside it.
+FREE_TEXT = 1 << 22
+MOST_TEXT = 64  # for each byte of the file
 
 # What the script gives to a module has the phase "data", or "script" if it has computed it from what modules gave.
 PHASES = frozenset(
@@ -120,7 +123,8 @@ class Writer:
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
         self._last: tuple[Layout, int] | None = None
-        self._written = 0
+        self._written = self._text = 0
+        self._size = len(SIGNATURE)
 
     def environment(self, facts: Environment) -> None:
         self._frame(b"E", json.dumps(facts).encode())
@@ -137,9 +141,14 @@ class Writer:
         if rows not in self._layouts:
             if len(self._layouts) == MOST_KEPT:
                 self._layouts.clear()
+            text = json.dumps(rows).encode()
+            content = zlib.compress(text)
+            self._text += len(text)
+            if self._text > most_text(self._size + len(content)):
+                raise ValueError(f"{self._path} would have too many rows to be read")
+            self._frame(b"L", content)
             self._layouts[rows] = self._written
             self._written += 1
-            self._frame(b"L", zlib.compress(json.dumps(rows).encode()))
         self._last = rows, self._layouts[rows]
         return self._last[1]
 
@@ -155,6 +164,9 @@ class Writer:
 
     def _frame(self, kind: bytes, content: bytes) -> None:
         frame = FRAME.pack(kind, len(content), zlib.crc32(content)) + content
+        self._size += len(frame)
+        if len(content) > MOST_FRAME or self._size > MOST_BYTES:
+            raise ValueError(f"{self._path} would be too large to be read: record fewer steps or modules")
         if self._file.write(frame) < len(frame):  # a disk that gets full takes a part, without an error
             raise OSError(errno.ENOSPC, "no space left", str(self._path))
 
@@ -169,6 +181,11 @@ def _locked(file: BinaryIO) -> bool:
         except OSError:
             pass  # some file systems have no locks
     return True
+
+
+def most_text(size: int) -> int:
+    """The most bytes of JSON that the layouts of a file of this size may have."""
+    return FREE_TEXT + MOST_TEXT * size
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -211,6 +228,7 @@ def load_run(folder: Path) -> list[Record]:
 
 def _record(path: Path) -> Record:
     layouts, steps, environment = list[Layout](), dict[int, Step](), Environment()
+    left, names = most_text(path.stat().st_size), dict[str, str]()
     with path.open("rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             raise ValueError("its first line is another")
@@ -219,7 +237,11 @@ def _record(path: Path) -> Record:
             if kind == b"E":
                 environment = _environment(content)
             elif kind == b"L":
-                layouts.append(_layout(content))
+                text = zlib.decompressobj().decompress(content, left + 1)
+                left -= len(text)
+                if left < 0:
+                    raise ValueError("too many rows for a file of this size")
+                layouts.append(_layout(text, names))
             elif kind == b"S":
                 step = _step(content, layouts)
                 steps[step.number] = step
@@ -274,21 +296,20 @@ def _step(content: bytes, layouts: list[Layout]) -> Step:
     return Step(number, layouts[layout], tuple(forms), values)
 
 
-def _layout(content: bytes) -> Layout:
-    text = zlib.decompressobj().decompress(content, MOST_LAYOUT)
-    if len(text) == MOST_LAYOUT:
-        raise ValueError("a layout is too long")
+def _layout(text: bytes, names: dict[str, str]) -> Layout:
+    """Rows of all layouts share their `names`."""
     rows = json.loads(text)
     if not isinstance(rows, list):
         raise ValueError("a layout is no list")
-    return tuple(_row(row) for row in rows)
+    return tuple(_row(row, names) for row in rows)
 
 
-def _row(row: Any) -> Row:
+def _row(row: Any, names: dict[str, str]) -> Row:
     phase, module, tensor, form, place = row
     texts, numbers = (phase, module, tensor), (form, place)
     if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
         raise ValueError("a row of a layout is damaged")
     if phase not in PHASES:
         raise ValueError("a row of a layout is damaged")
-    return Row(phase, module, tensor, form, place)
+    one = names.setdefault
+    return Row(one(phase, phase), one(module, module), one(tensor, tensor), form, place)
