@@ -110,6 +110,15 @@ def settings(question: Question) -> Iterator[Cause]:
             yield Cause(name, f"{_text(first)} in one run, {_text(second)} in the other", advice, seen=True)
 
 
+def hyperparameters(question: Question) -> Iterator[Cause]:
+    """Inputs of the update that differ."""
+    if given := question.difference.settings:
+        more = f", and {len(given) - 3} more" if len(given) > 3 else ""
+        advice = "give the optimizer and its schedule the same arguments in both runs"
+        evidence = f"{', '.join(given[:3])}{more}"
+        yield Cause("another learning rate, betas or schedule", evidence, advice, seen=True)
+
+
 def operations(question: Question) -> Iterator[Cause]:
     """What changes from run to run with equal settings."""
     if question.difference.topic not in ARITHMETIC:
@@ -160,6 +169,7 @@ QUESTIONS: tuple[Callable[[Question], Iterator[Cause]], ...] = (
     beginning,
     data,
     structure,
+    hyperparameters,
     settings,
     reductions,
     operations,

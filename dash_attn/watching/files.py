@@ -6,10 +6,11 @@ A file is a signature and frames. A frame has a kind, a size and a checksum, the
     L   a layout, as compressed JSON: the rows of a step, each `[phase, module, tensor, form, place]`
     S   a step: its number, the number of its layout, its forms as JSON (dtypes and shapes), and 64-bit values
 
-`form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a share
-was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. Most steps have the layout of the step
-before, also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are
-appended, and a run that was killed leaves a file whose last frame may be cut off.
+`form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a
+share was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. A value that the host had has an empty
+form: it is a digest of a random state, or the bits of a float64 that is a setting of an optimizer. Most steps have
+the layout of the step before, also if the length of sequences changes. So a step costs little more than 8 bytes for
+each tensor. Steps are appended, and a run that was killed leaves a file whose last frame may be cut off.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ try:
 except ImportError:  # not on every system; those do not see that two watchers write to one file
     fcntl = None  # type: ignore[assignment]
 
-SIGNATURE = b"dash_attn watch 3\n"
+SIGNATURE = b"dash_attn watch 4\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
@@ -46,7 +47,7 @@ MOST_TEXT = 64  # for each byte of the file
 
 # What the script gives to a module has the phase "data", or "script" if it has computed it from what modules gave.
 PHASES = frozenset(
-    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "buffer", "update"}
+    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "setting", "buffer", "update"}
 )
 READ = " read"  # the end of the form of a tensor of which a share was read
 Values = npt.NDArray[np.uint64]
@@ -91,6 +92,16 @@ def share_of(one_in: int) -> str:
 def form_of(whole: str, one_in: int) -> str:
     """The form of a tensor, with the share of it that is read."""
     return whole if one_in == 1 else f"{whole}, {share_of(one_in)}{READ}"
+
+
+def bits_of(number: float) -> int:
+    """The value of a setting."""
+    return int.from_bytes(struct.pack("<d", number), "little")
+
+
+def number_of(bits: int) -> float:
+    number: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
+    return number
 
 
 @dataclass(frozen=True, eq=False)

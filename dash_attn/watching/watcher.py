@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
+from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of, remove_from, share_of
 from dash_attn.watching.fingerprint import WHOLE, Share
 from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
-from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, unwrapped
+from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
 
 MOST_PIECES = 1024  # for one that is read
 SHARE = 1 / 16  # of large tensors that layers compute: what it costs stands in docs/watch.md
@@ -302,6 +302,13 @@ class Watcher:
             module, name = self._owner(parameter)
             gradients += named(module, parameter.grad, f"gradient of {name}")
         self._record("reduce", gradients, self._open.whole)
+        number = self._optimizers.index(optimizer)
+        for name, value in settings_of(optimizer):
+            name = f"{name} of optimizer {number}" if number else name
+            if isinstance(value, Tensor):  # its value may be on a GPU
+                self._record("setting", named("", value, name), self._open.whole)
+            else:
+                self._open.record_host("setting", name, bits_of(value))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
         last = optimizer is self._optimizers[-1]

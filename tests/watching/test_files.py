@@ -123,7 +123,7 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: bytes
         load(path)
 
 
-@pytest.mark.parametrize("number", [b"1", b"2", b"77"])
+@pytest.mark.parametrize("number", [b"1", b"2", b"3", b"77"])
 def test_a_record_of_another_version(tmp_path: Path, number: bytes) -> None:
     path = tmp_path / "rank0.watch"
     path.write_bytes(b"dash_attn watch " + number + b"\n" + frame(b"E", b"{}"))

@@ -236,7 +236,10 @@ def tell(runs: Compared) -> None:
     if first.inputs:
         read = "" if first.is_sure else " in the part that was read"
         lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
-    if first.inputs and first.topic != "gradient":
+    if first.settings:
+        more = ", ..." if len(first.settings) > 3 else ""
+        lines.append(f"  its settings      differ: {', '.join(first.settings[:3])}{more}")
+    elif first.inputs and first.topic != "gradient":
         drawn = ", or the random numbers that it draws" if first.generators else ""
         lines.append(
             f"                    So the operation itself differs{drawn}{'' if first.is_sure else ', most likely'}."
