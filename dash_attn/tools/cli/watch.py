@@ -58,9 +58,23 @@ def watch_command(
         raise typer.Exit(1) from None
     finally:
         sys.argv, sys.path[0] = before
-    if scripted.watcher is None:
+    if not scripted.is_here:
+        return
+    if scripted.watcher is not None:
+        typer.echo(f"recorded in {to}", err=True)
+    elif time_of_children() > scripted.before:
+        typer.echo(f"dash-attn watch: nothing was recorded in this process: {NOT_WATCHED}", err=True)
+    else:
         raise ValueError(f"{script} made no optimizer for a model: nothing was recorded")
-    typer.echo(f"recorded in {to}", err=True)
+
+
+NOT_WATCHED = "processes that the script starts are not recorded; call dash_attn.watch in them"
+
+
+def time_of_children() -> float:
+    """CPU seconds of the processes that have ended: a script may train in them alone."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def steps_of(text: str) -> range:
@@ -76,11 +90,18 @@ def steps_of(text: str) -> range:
 
 
 class Scripted:
-    """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer."""
+    """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer. In a
+    forked process nothing is."""
 
     def __init__(self, to: Path, **options: Any) -> None:
         self.to, self.options = to, options
         self.watcher: Watcher | None = None
+        self._process, self._told = os.getpid(), False
+
+    @property
+    def is_here(self) -> bool:
+        """Is this the process of the command?"""
+        return os.getpid() == self._process
 
     def __enter__(self) -> Scripted:
         from torch.optim import Optimizer
@@ -92,6 +113,7 @@ class Scripted:
             self._made(optimizer)
 
         Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
+        self.before = time_of_children()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,7 +126,11 @@ class Scripted:
     def _made(self, optimizer: Optimizer) -> None:
         from dash_attn.watching.watcher import watch
 
-        if self.watcher is not None and self.watcher.trains(optimizer):
+        if not self.is_here:
+            if not self._told:
+                typer.echo(f"dash-attn watch: {NOT_WATCHED}", err=True)
+            self._told = True
+        elif self.watcher is not None and self.watcher.trains(optimizer):
             self.watcher.add_optimizer(optimizer)
         elif self.watcher is not None:
             typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
