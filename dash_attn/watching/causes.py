@@ -119,6 +119,14 @@ def hyperparameters(question: Question) -> Iterator[Cause]:
         yield Cause("another learning rate, betas or schedule", evidence, advice, seen=True)
 
 
+def resumed(question: Question) -> Iterator[Cause]:
+    """The state of an optimizer is recorded after an update only."""
+    difference = question.difference
+    if difference.topic == "update" and difference.step > 0 and difference.steps_equal == 0:
+        advice = "load it from the checkpoint, or record the step before in both runs"
+        yield Cause("the state of the optimizer", "before the first common step it is not compared", advice)
+
+
 def operations(question: Question) -> Iterator[Cause]:
     """What changes from run to run with equal settings."""
     if question.difference.topic not in ARITHMETIC:
@@ -170,6 +178,7 @@ QUESTIONS: tuple[Callable[[Question], Iterator[Cause]], ...] = (
     data,
     structure,
     hyperparameters,
+    resumed,
     settings,
     reductions,
     operations,

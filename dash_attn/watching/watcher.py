@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,11 @@ from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of
 from dash_attn.watching.fingerprint import WHOLE, Share
 from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
+from dash_attn.watching.scope import Scope, ScopeOptions
 from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
 
-MOST_PIECES = 1024  # for one that is read
-SHARE = 1 / 16  # of large tensors that layers compute: what it costs stands in docs/watch.md
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def watch(
@@ -31,9 +32,7 @@ def watch(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     to: str | PathLike[str],
-    steps: Container[int] | None = None,
-    depth: int | None = None,
-    share: float = SHARE,
+    **scope: Unpack[ScopeOptions],
 ) -> Watcher:
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
@@ -43,22 +42,22 @@ def watch(
 
     optimizer  one or several. A step ends with the step of the optimizer, or of the last of several. Without an
                optimizer a step ends when the next forward starts after a backward
-    steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
+    steps      the steps to record, for example `range(0, 10**9, 100)`. None, the default, means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
-               inside them. None means all modules. Parameters and their gradients are always recorded
+               inside them. None means all modules, as by default. Parameters and their gradients are always recorded
     share      how much of a large tensor (1 MiB or more) is read in a step if a layer of torch.nn computes it: its
-               output, and the gradient of its input. It is 1 / n. Steps read other pieces: n steps read all of them.
-               Two runs read the same pieces in the same step. 1 reads everything. What other code computes, such as
-               attention and your own modules, is always read whole. So are small tensors, parameters, their gradients
-               and the state of the optimizer
+               output, and the gradient of its input. It is 1 / n, by default 1 / 16. Steps read other pieces: n steps
+               read all of them. Two runs read the same pieces in the same step. 1 reads everything. What other code
+               computes, such as attention and your own modules, is always read whole. So are small tensors,
+               parameters, their gradients and the state of the optimizer
+    first_step the number of the first step, 0 by default. A training that goes on from a checkpoint after step 99 gives
+               100, so that `diff` can compare it with one that did not stop
     """
-    check_depth(depth)
+    asked = Scope(**scope)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if steps is not None and not isinstance(steps, Container):
-        raise ValueError(f"steps={steps!r}: give a range or another container of numbers of steps, or None for all")
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
+    watcher = Watcher(unwrapped(model), Path(to), asked)
     try:
         for each in given:
             watcher.add_optimizer(each)
@@ -71,10 +70,8 @@ def watch(
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(
-        self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None, one_in: int
-    ) -> None:
-        self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
+    def __init__(self, model: nn.Module, to: Path, scope: Scope) -> None:
+        self._model, self._scope, self._rank = model, scope, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
         if self._rank == 0 and (count := environment.world_size()):
             remove_from(to, count)
@@ -84,8 +81,8 @@ class Watcher:
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
         self._gradients: list[Named] = []
-        self._one_in, self._texts = one_in, Texts()
-        self._open = OpenStep(0, one_in, self._texts)
+        self._texts = Texts()
+        self._open = OpenStep(scope.first_step, scope.one_in, self._texts)
         self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
@@ -124,7 +121,7 @@ class Watcher:
         for handle in self._leaves:
             handle.remove()
         self._leaves.clear()
-        self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
+        self._open, self._had_backward = OpenStep(done.number + 1, self._scope.one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
 
@@ -178,7 +175,7 @@ class Watcher:
             name = clean(path)
             self._modules.append((name, module))
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
-            if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
+            if not scripted and self._scope.has_module(name):
                 layer = is_layer(module)
                 before, after = (Hook(self._guard, partial(call, name, layer)) for call in (self._before, self._after))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -343,7 +340,7 @@ class Watcher:
 
     @property
     def _recording(self) -> bool:
-        return (self._steps is None or self._open.number in self._steps) and not is_unreal()
+        return self._scope.has_step(self._open.number) and not is_unreal()
 
     def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
         if tensors and self._recording:
@@ -379,21 +376,8 @@ class Watcher:
         return {
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
-            "depth": self._depth,
-            "share": share_of(self._one_in),
+            "depth": self._scope.depth,
+            "share": share_of(self._scope.one_in),
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
-
-
-def check_depth(depth: int | None) -> None:
-    if depth is not None and (not isinstance(depth, int) or depth < 1):
-        raise ValueError(f"depth={depth}: give 1 or more, or None for all modules")
-
-
-def pieces_for_one(share: float) -> int:
-    """The n of a share 1 / n."""
-    count = round(1 / share) if 1 / (2 * MOST_PIECES) < share <= 1 else 0
-    if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
-        raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
-    return count

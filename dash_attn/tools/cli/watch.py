@@ -23,32 +23,43 @@ if TYPE_CHECKING:
     from dash_attn.watching.causes import Cause
     from dash_attn.watching.difference import Difference
     from dash_attn.watching.files import Record
+    from dash_attn.watching.scope import Scope
     from dash_attn.watching.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What to record of a run."""
+
+    steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")] = ":"
+    depth: Annotated[
+        int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
+    ] = None
+    share: Annotated[
+        float | None,
+        Option("--share", help="part to read of what layers compute: 1, 0.25 or another 1/n [default: 1/16]"),
+    ] = None
+    first_step: Annotated[
+        int, Option("--first-step", help="number of the first step, for a script that goes on from a checkpoint")
+    ] = 0
+
+    def scope(self) -> Scope:
+        from dash_attn.watching.scope import SHARE, Scope
+
+        return Scope(steps_of(self.steps), self.depth, SHARE if self.share is None else self.share, self.first_step)
 
 
 @command("watch", settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def watch_command(
     script: Annotated[Path, Argument(help="a training script")],
+    record: RecordOptions,
     arguments: Annotated[list[str] | None, Argument(help="arguments of the script")] = None,
     to: Annotated[Path, Option("--to", help="folder to write the record to")] = Path("watched"),
-    steps: Annotated[str, Option("--steps", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")] = ":",
-    depth: Annotated[
-        int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
-    ] = None,
-    share: Annotated[
-        float | None,
-        Option("--share", help="part to read of what layers compute: 1, 0.25 or another 1/n [default: 1/16]"),
-    ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
-    from dash_attn.watching.watcher import SHARE, check_depth, pieces_for_one
-
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
-    share = SHARE if share is None else share
-    pieces_for_one(share)  # a mistake of the caller is told before the script runs
-    check_depth(depth)
-    scripted, before = Scripted(to, steps=steps_of(steps), depth=depth, share=share), (sys.argv, sys.path[0])
+    scripted, before = Scripted(to, record.scope()), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
         with scripted:
@@ -93,8 +104,8 @@ class Scripted:
     """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer. In a
     forked process nothing is."""
 
-    def __init__(self, to: Path, **options: Any) -> None:
-        self.to, self.options = to, options
+    def __init__(self, to: Path, scope: Scope) -> None:
+        self.to, self.scope = to, scope
         self.watcher: Watcher | None = None
         self._process, self._told = os.getpid(), False
 
@@ -135,7 +146,7 @@ class Scripted:
         elif self.watcher is not None:
             typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
         elif (model := owner(optimizer)) is not None:
-            self.watcher = watch(model, optimizer=optimizer, to=self.to, **self.options)
+            self.watcher = watch(model, optimizer=optimizer, to=self.to, **vars(self.scope))
 
 
 def owner(optimizer: Optimizer) -> nn.Module | None:
