@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of, remove_from, share_of
@@ -87,11 +89,14 @@ class Watcher:
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = False
+        self._updates = self._told_unknown = False  # does a given optimizer make its step; has one that is not given
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
         self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
         self._versions: dict[int, int] = {}  # of parameters and buffers after the last update, by id
         self._hook_modules()
+        unknown = Hook(self._guard, self._after_unknown_update)
+        self._handles.append(register_optimizer_step_post_hook(unknown))  # of all optimizers
         compile_again()
         self._frames = environment.compiled_frames()
         atexit.register(self.close)
@@ -292,6 +297,7 @@ class Watcher:
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._updates = True
         if not self._recording:
             return
         gradients = list[Named]()
@@ -308,7 +314,7 @@ class Watcher:
                 self._open.record_host("setting", name, bits_of(value))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        last = optimizer is self._optimizers[-1]
+        last, self._updates = optimizer is self._optimizers[-1], False
         if self._recording:
             parameters = list[Named]()
             if last:
@@ -319,6 +325,16 @@ class Watcher:
         if last:
             self._inside.clear()  # what a KeyboardInterrupt has left
             self._end_step()
+
+    def _after_unknown_update(self, optimizer: Optimizer, *_: object) -> None:
+        """An optimizer that replaces a given one does not end steps."""
+        if self._told_unknown or self._updates or not self._optimizers or optimizer in self._optimizers:
+            return
+        # A wrapper of a given optimizer ends after it, when the next step has not begun.
+        if self._open.began and self.trains(optimizer):
+            self._told_unknown = True
+            told = "dash_attn.watch: an optimizer that it does not know changes the model, and ends no step"
+            warnings.warn(f"{told}: give it to watch, or call add_optimizer of the watcher", stacklevel=4)
 
     def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
