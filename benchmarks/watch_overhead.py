@@ -37,7 +37,7 @@ from torch.nn import functional as F
 import dash_attn
 from dash_attn.watching import fingerprint
 from dash_attn.watching.files import Step, load_run
-from dash_attn.watching.watcher import SHARE
+from dash_attn.watching.scope import SHARE
 
 HEAD_DIM = 64
 STEPS, WARM = 5, 3  # of a round

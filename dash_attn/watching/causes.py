@@ -12,7 +12,13 @@ from typing import Any
 from dash_attn.watching.difference import Difference
 from dash_attn.watching.files import Environment
 
-ARITHMETIC = ("forward", "recompute", "backward", "update")
+ARITHMETIC = ("forward", "recompute", "backward", "gradient", "update")
+# The library and the operation that each of these settings is for.
+FLOAT32 = {
+    f"float32 precision of {library} {operation}": (library, operation)
+    for library in ("cuda", "mkldnn")
+    for operation in ("matmul", "conv", "rnn")
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,23 @@ def settings(question: Question) -> Iterator[Cause]:
             yield Cause(name, f"{_text(first)} in one run, {_text(second)} in the other", advice, seen=True)
 
 
+def hyperparameters(question: Question) -> Iterator[Cause]:
+    """Inputs of the update that differ."""
+    if given := question.difference.settings:
+        more = f", and {len(given) - 3} more" if len(given) > 3 else ""
+        advice = "give the optimizer and its schedule the same arguments in both runs"
+        evidence = f"{', '.join(given[:3])}{more}"
+        yield Cause("another learning rate, betas or schedule", evidence, advice, seen=True)
+
+
+def resumed(question: Question) -> Iterator[Cause]:
+    """The state of an optimizer is recorded after an update only."""
+    difference = question.difference
+    if difference.topic == "update" and difference.step > 0 and difference.steps_equal == 0:
+        advice = "load it from the checkpoint, or record the step before in both runs"
+        yield Cause("the state of the optimizer", "before the first common step it is not compared", advice)
+
+
 def operations(question: Question) -> Iterator[Cause]:
     """What changes from run to run with equal settings."""
     if question.difference.topic not in ARITHMETIC:
@@ -137,7 +160,7 @@ def operations(question: Question) -> Iterator[Cause]:
 
 
 def reductions(question: Question) -> Iterator[Cause]:
-    if question.difference.topic != "reduce":
+    if question.difference.topic not in ("reduce", "gradient"):
         return
     if (question.both("world size")[0] or 1) > 1:
         given = question.both("NCCL_ALGO")[0]
@@ -154,6 +177,8 @@ QUESTIONS: tuple[Callable[[Question], Iterator[Cause]], ...] = (
     beginning,
     data,
     structure,
+    hyperparameters,
+    resumed,
     settings,
     reductions,
     operations,
@@ -170,7 +195,7 @@ SAME = {
     "deterministic algorithms": "set it alike",
     "warn_only": "set it alike",
     "cudnn.benchmark": "set it alike",
-    "float32 matmul precision": "TF32 has other bits: set it alike",
+    **dict.fromkeys(FLOAT32, "TF32 has other bits: set it alike"),
     "compiled": "compiled code rounds differently: compare compiled runs with compiled runs",
     "max_autotune": "set it alike",
     "CUBLAS_WORKSPACE_CONFIG": "set it alike",

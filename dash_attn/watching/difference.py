@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from dash_attn.watching.files import Record, Row, Step
+from dash_attn.watching.files import Record, Row, Step, number_of
 
 EQUAL, DIFFERS, MISSING = 0, 1, 2
 State = npt.NDArray[np.int8]
+SETTLED = ("update", "earlier")  # topics of what an update has computed, here or in a step that is not recorded
 PASSES = ("data", "script", "forward", "recompute")  # phases whose rows are inputs and outputs of modules
 
 
@@ -21,7 +22,8 @@ class Difference:
     """The first row that differs, and its number in the step.
 
     `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs as far as they were read.
-    `generators` are random states that differ, with the step in which they first do. If `share` is not 1, this step has
+    `generators` are random states that differ, with the step in which they first do. `settings` are those of optimizers
+    that differ in the step of an update that does. If `share` is not 1, this step has
     read only this share of some tensors before the difference, and an earlier operation may be the one that differs.
     """
 
@@ -36,6 +38,7 @@ class Difference:
     inputs: tuple[str, ...]
     steps_equal: int
     generators: tuple[tuple[str, int], ...] = ()
+    settings: tuple[str, ...] = ()
     share: str = "1"
 
     @property
@@ -50,7 +53,7 @@ class Difference:
 
     @property
     def direction(self) -> str:
-        return DIRECTIONS[self.row.phase]
+        return "backward, or what follows it" if self.topic == "gradient" else DIRECTIONS[self.row.phase]
 
     @property
     def tensor(self) -> str:
@@ -92,10 +95,11 @@ def common_steps(a: Record, b: Record) -> list[int]:
 
 def states(a: Step, b: Step, before: Step | None = None) -> State:
     """For each row of `a`: is it equal in `b`, does it differ, or is it missing? A random state counts as equal: one
-    that nothing draws from may differ, and one that something draws from shows in what was drawn. `before` is the step
+    that nothing draws from may differ, and one that something draws from shows in what was drawn. So does a setting of
+    an optimizer, which shows in the update. `before` is the step
     before `b`: weights that `b` does not have at its start are those after this step."""
     state = _states(a, b)
-    state[[row.phase == "random" for row in a.rows]] = EQUAL
+    state[[row.phase in ("random", "setting") for row in a.rows]] = EQUAL
     missing = [index for index in np.flatnonzero(state == MISSING) if a.rows[index].phase == "start"]
     if before is not None and missing:
         left = {row[1:3]: before.values[row.place] for row in before.rows if row.phase in ("buffer", "update")}
@@ -148,7 +152,8 @@ def _first(a: Record, b: Record) -> Difference | None:
             difference = _between(difference, recorded=number - 1 in a.steps and number - 1 in b.steps)
         parts = not all(step.is_whole(row) for step in (one, two) for row in step.rows[:index])
         generators = tuple(_generators(a, b, difference))
-        return replace(difference, generators=generators, share=a.share if parts else "1")
+        settings = tuple(_settings(a.steps[number], b.steps[number])) if difference.topic in SETTLED else ()
+        return replace(difference, generators=generators, settings=settings, share=a.share if parts else "1")
     return None
 
 
@@ -201,6 +206,25 @@ def _generators(a: Record, b: Record, difference: Difference) -> Iterator[tuple[
             yield name, number
 
 
+def _settings(one: Step, two: Step) -> Iterator[str]:
+    """Settings of optimizers that differ, with their values."""
+    mine, other = _settings_of(one), _settings_of(two)
+    for name in {**mine, **other}:
+        a, b = mine.get(name, ("not set", 0)), other.get(name, ("not set", 0))
+        if a != b:
+            yield f"{name}: {'not equal' if a[0] == b[0] else f'{a[0]} and {b[0]}'}"
+
+
+def _settings_of(step: Step) -> dict[str, tuple[str, int]]:
+    """By name: the value in words and in bits. The value of a tensor is not in the record."""
+    settings = dict[str, tuple[str, int]]()
+    for row in step.rows:
+        if row.phase == "setting":
+            bits = int(step.values[row.place])
+            settings[row.tensor] = "a tensor" if step.form(row) else repr(number_of(bits)).removesuffix(".0"), bits
+    return settings
+
+
 def _difference(rank: int, one: Step, two: Step, index: int, steps_equal: int) -> Difference:
     row = one.rows[index]
     key = list(keys(one))[index]
@@ -225,8 +249,10 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
         return "forward", f"the script, between modules{_after(step, index)}"
     if row.phase == "buffer":
         return "forward", f"the forward of {shown(row.module)}, which writes to {row.tensor}"
-    if row.phase == "reduce":
+    if row.phase == "reduce" and _had_backward(step, index):
         return "reduce", f"what changes the {_path(row)} between backward and update"
+    if row.phase == "reduce":
+        return "gradient", f"the backward of {shown(row.module)}, or what changes the {_path(row)} after it"
     if row.phase == "update":
         return "update", f"the optimizer's update of {_path(row)}"
     if row.phase == "backward":
@@ -236,6 +262,12 @@ def _operation(step: Step, index: int) -> tuple[str, str]:
         return row.phase, f"{verb} of {shown(row.module)}"
     inside = row.module if row.tensor.startswith("output") else _parent(row.module)
     return row.phase, f"{verb} of {shown(inside)}, in its own code{_after(step, index)}"
+
+
+def _had_backward(step: Step, index: int) -> bool:
+    """Is the gradient of row `index`, as the optimizer gets it, also recorded as the backward gave it?"""
+    _, module, tensor, *_ = step.rows[index]
+    return any(row[:3] == ("backward", module, tensor.rpartition(" of ")[2]) for row in step.rows[:index])
 
 
 def _backward(step: Step, index: int) -> str:
@@ -284,7 +316,7 @@ def _inputs(step: Step, index: int) -> Iterator[str]:
         parameter = not row.tensor.startswith(("input", "output"))
         modules, start = _owners(step, row) if parameter else _readers(step, row)[0], "output"
     elif row.phase == "reduce":
-        modules, start = [row.module], own
+        modules, start = [row.module], own if _had_backward(step, index) else "output"
     elif row.phase == "update":
         modules, phases, start = [row.module], ("reduce",), f"gradient of {own}"
     else:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dash_attn.watching.causes import FLOAT32
 from dash_attn.watching.files import Environment
 
 # Variables of the environment that can change bits. No other variable is kept.
@@ -61,10 +62,24 @@ def environment() -> Environment:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **float32_precisions(),
         "max_autotune": bool(getattr(inductor, "max_autotune", False)),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def float32_precisions() -> dict[str, str]:
+    """How float32 is computed: ieee, tf32 or bf16. torch.get_float32_matmul_precision() raises if a script has used the
+    newer settings, and torch.backends.cudnn.rnn has none of them in torch 2.9."""
+    return {name: _precision(*setting) for name, setting in FLOAT32.items()}
+
+
+def _precision(library: str, operation: str) -> str:
+    try:
+        given: str = torch._C._get_fp32_precision_getter(library, operation)
+    except (AttributeError, RuntimeError):  # torch without this setting
+        return "not known"
+    return "ieee" if given == "none" else given
 
 
 def random_states(device: torch.device) -> Iterator[tuple[str, int]]:

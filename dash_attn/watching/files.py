@@ -6,10 +6,11 @@ A file is a signature and frames. A frame has a kind, a size and a checksum, the
     L   a layout, as compressed JSON: the rows of a step, each `[phase, module, tensor, form, place]`
     S   a step: its number, the number of its layout, its forms as JSON (dtypes and shapes), and 64-bit values
 
-`form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a share
-was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. Most steps have the layout of the step
-before, also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are
-appended, and a run that was killed leaves a file whose last frame may be cut off.
+`form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a
+share was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. A value that the host had has an empty
+form: it is a digest of a random state, or the bits of a float64 that is a setting of an optimizer. Most steps have
+the layout of the step before, also if the length of sequences changes. So a step costs little more than 8 bytes for
+each tensor. Steps are appended, and a run that was killed leaves a file whose last frame may be cut off.
 """
 
 from __future__ import annotations
@@ -33,17 +34,20 @@ try:
 except ImportError:  # not on every system; those do not see that two watchers write to one file
     fcntl = None  # type: ignore[assignment]
 
-SIGNATURE = b"dash_attn watch 3\n"
+SIGNATURE = b"dash_attn watch 4\n"
 FRAME = struct.Struct("<cII")  # kind, size, checksum
 STEP = struct.Struct("<III")  # number, layout, bytes of the forms
 MOST_KEPT = 256  # layouts that a writer knows again
 MOST_BYTES = 1 << 32  # of a file that is read
 MOST_FRAME = 1 << 26
-MOST_LAYOUT = 1 << 24  # bytes of JSON: some 200,000 rows
+# Bytes of JSON of all layouts. A longer file may have more, so a small file takes little memory when it is read. zlib
+# makes layouts 5 to 15 times smaller, and a layout that is used has values beside it.
+FREE_TEXT = 1 << 22
+MOST_TEXT = 64  # for each byte of the file
 
 # What the script gives to a module has the phase "data", or "script" if it has computed it from what modules gave.
 PHASES = frozenset(
-    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "buffer", "update"}
+    {"start", "random", "data", "script", "forward", "recompute", "backward", "reduce", "setting", "buffer", "update"}
 )
 READ = " read"  # the end of the form of a tensor of which a share was read
 Values = npt.NDArray[np.uint64]
@@ -90,6 +94,16 @@ def form_of(whole: str, one_in: int) -> str:
     return whole if one_in == 1 else f"{whole}, {share_of(one_in)}{READ}"
 
 
+def bits_of(number: float) -> int:
+    """The value of a setting."""
+    return int.from_bytes(struct.pack("<d", number), "little")
+
+
+def number_of(bits: int) -> float:
+    number: float = struct.unpack("<d", bits.to_bytes(8, "little"))[0]
+    return number
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """What one process of a run has recorded. A file that ends inside a frame is not `complete`."""
@@ -120,7 +134,8 @@ class Writer:
         self._file.write(SIGNATURE)
         self._layouts: dict[Layout, int] = {}
         self._last: tuple[Layout, int] | None = None
-        self._written = 0
+        self._written = self._text = 0
+        self._size = len(SIGNATURE)
 
     def environment(self, facts: Environment) -> None:
         self._frame(b"E", json.dumps(facts).encode())
@@ -137,9 +152,14 @@ class Writer:
         if rows not in self._layouts:
             if len(self._layouts) == MOST_KEPT:
                 self._layouts.clear()
+            text = json.dumps(rows).encode()
+            content = zlib.compress(text)
+            self._text += len(text)
+            if self._text > most_text(self._size + len(content)):
+                raise ValueError(f"{self._path} would have too many rows to be read")
+            self._frame(b"L", content)
             self._layouts[rows] = self._written
             self._written += 1
-            self._frame(b"L", zlib.compress(json.dumps(rows).encode()))
         self._last = rows, self._layouts[rows]
         return self._last[1]
 
@@ -149,8 +169,15 @@ class Writer:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
+    def leave(self) -> None:
+        """Close the file in a forked child. The lock is that of the parent."""
+        self._file.close()
+
     def _frame(self, kind: bytes, content: bytes) -> None:
         frame = FRAME.pack(kind, len(content), zlib.crc32(content)) + content
+        self._size += len(frame)
+        if len(content) > MOST_FRAME or self._size > MOST_BYTES:
+            raise ValueError(f"{self._path} would be too large to be read: record fewer steps or modules")
         if self._file.write(frame) < len(frame):  # a disk that gets full takes a part, without an error
             raise OSError(errno.ENOSPC, "no space left", str(self._path))
 
@@ -165,6 +192,11 @@ def _locked(file: BinaryIO) -> bool:
         except OSError:
             pass  # some file systems have no locks
     return True
+
+
+def most_text(size: int) -> int:
+    """The most bytes of JSON that the layouts of a file of this size may have."""
+    return FREE_TEXT + MOST_TEXT * size
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -207,6 +239,7 @@ def load_run(folder: Path) -> list[Record]:
 
 def _record(path: Path) -> Record:
     layouts, steps, environment = list[Layout](), dict[int, Step](), Environment()
+    left, names = most_text(path.stat().st_size), dict[str, str]()
     with path.open("rb") as file:
         if file.read(len(SIGNATURE)) != SIGNATURE:
             raise ValueError("its first line is another")
@@ -215,7 +248,11 @@ def _record(path: Path) -> Record:
             if kind == b"E":
                 environment = _environment(content)
             elif kind == b"L":
-                layouts.append(_layout(content))
+                text = zlib.decompressobj().decompress(content, left + 1)
+                left -= len(text)
+                if left < 0:
+                    raise ValueError("too many rows for a file of this size")
+                layouts.append(_layout(text, names))
             elif kind == b"S":
                 step = _step(content, layouts)
                 steps[step.number] = step
@@ -270,21 +307,20 @@ def _step(content: bytes, layouts: list[Layout]) -> Step:
     return Step(number, layouts[layout], tuple(forms), values)
 
 
-def _layout(content: bytes) -> Layout:
-    text = zlib.decompressobj().decompress(content, MOST_LAYOUT)
-    if len(text) == MOST_LAYOUT:
-        raise ValueError("a layout is too long")
+def _layout(text: bytes, names: dict[str, str]) -> Layout:
+    """Rows of all layouts share their `names`."""
     rows = json.loads(text)
     if not isinstance(rows, list):
         raise ValueError("a layout is no list")
-    return tuple(_row(row) for row in rows)
+    return tuple(_row(row, names) for row in rows)
 
 
-def _row(row: Any) -> Row:
+def _row(row: Any, names: dict[str, str]) -> Row:
     phase, module, tensor, form, place = row
     texts, numbers = (phase, module, tensor), (form, place)
     if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
         raise ValueError("a row of a layout is damaged")
     if phase not in PHASES:
         raise ValueError("a row of a layout is damaged")
-    return Row(phase, module, tensor, form, place)
+    one = names.setdefault
+    return Row(one(phase, phase), one(module, module), one(tensor, tensor), form, place)

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 # The constants of the generator splitmix64.
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # A block is what one program of a GPU reads. A thread reads a column, 16 bytes of each row, and mixes only their sum.
+# So two tensors that differ only in the highest bits of words of one column are alike more often than others.
 ROWS, COLUMNS, WIDTH = 8, 256, 4
 ROW = 4 * COLUMNS * WIDTH  # bytes
 BLOCK = ROWS * ROW

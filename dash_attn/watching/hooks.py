@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Callable
+from threading import RLock
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
 from dash_attn.watching import environment
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-class Hook:
-    """Calls a method of a watcher. torch.compile does not trace the method: a compiled model runs in graphs that end at
-    every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself is watched."""
+class Guard:
+    """What the hooks of a watcher share: they run one at a time, because a backward may run in several threads. The
+    first error in one of them ends the record, and not the training. A forked child records nothing: the file belongs
+    to its parent."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-        self._disabled: Callable[..., None] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        self.stopped = self.is_forked = False
+        self.lock = RLock()
+        self.untraced: Callable[..., None] = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
+        GUARDS.add(self)
+
+    def stop(self, error: Exception) -> None:
+        if not self.stopped:
+            self.stopped = True
+            told = f"dash_attn.watch stops, and the training continues: {type(error).__name__}: {error}"
+            warnings.warn(told, stacklevel=3)
+
+
+GUARDS = WeakSet[Guard]()
+
+
+def _leave() -> None:
+    for guard in GUARDS:
+        guard.stopped = guard.is_forked = True
+
+
+if hasattr(os, "register_at_fork"):  # not on every system
+    os.register_at_fork(after_in_child=_leave)
+
+
+class Hook:
+    """Calls a method of a watcher under its guard. torch.compile does not trace the method: a compiled model runs in
+    graphs that end at every hook. A copy of a model, or a saved one, has hooks that do nothing: only the model itself
+    is watched."""
+
+    __slots__ = ("_guard", "_method")
+
+    def __init__(self, guard: Guard, method: Callable[..., None]) -> None:
+        self._guard, self._method = guard, method
 
     def __call__(self, *given: Any) -> None:
-        if torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
+        if is_dynamo_compiling():  # true while torch.compile traces this. Else `untraced` would only take time
+            if not torch.compiler.is_exporting():  # what an export traces has no graphs that could end here
+                self._guard.untraced(self, *given)
             return
-        # While torch.compile traces this, the condition holds. Else `_disabled` would only take time.
-        if torch.compiler.is_dynamo_compiling():
-            self._disabled(*given)
-        else:
-            self._call(*given)
+        guard = self._guard
+        if not guard.stopped:
+            try:
+                with guard.lock:
+                    self._method(*given)
+            except Exception as error:
+                guard.stop(error)
 
     def __reduce__(self) -> tuple[type[Idle], tuple[()]]:
         return Idle, ()
@@ -40,6 +81,10 @@ class Idle:
 
     def __call__(self, *given: Any) -> None:
         pass
+
+
+def _call(hook: Hook, *given: Any) -> None:
+    hook(*given)
 
 
 def stack_depth() -> int:

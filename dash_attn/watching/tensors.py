@@ -91,3 +91,15 @@ def clean(path: str) -> str:
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def settings_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The numbers and tensors in the param groups of an optimizer, by name: learning rates, betas and the like."""
+    for place, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                parts = value if isinstance(value, list | tuple) else (value,)
+                for index, part in enumerate(parts):
+                    if isinstance(part, int | float | Tensor):
+                        name = f"{key}[{index}]" if len(parts) > 1 else key
+                        yield f"{name} of param group {place}", part

@@ -5,26 +5,28 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dash_attn.watching import environment
-from dash_attn.watching.files import Environment, Step, Writer, path_of, remove_from, share_of
+from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of, remove_from, share_of
 from dash_attn.watching.fingerprint import WHOLE, Share
-from dash_attn.watching.hooks import Hook, compile_again, is_unreal, recomputes, stack_depth
+from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
-from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, unwrapped
+from dash_attn.watching.scope import Scope, ScopeOptions
+from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
 
-MOST_PIECES = 1024  # for one that is read
-SHARE = 1 / 16  # of large tensors that layers compute: what it costs stands in docs/watch.md
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def watch(
@@ -32,9 +34,7 @@ def watch(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     to: str | PathLike[str],
-    steps: Container[int] | None = None,
-    depth: int | None = None,
-    share: float = SHARE,
+    **scope: Unpack[ScopeOptions],
 ) -> Watcher:
     """Record a fingerprint of every tensor of a training run in the folder `to`, for `dash-attn diff`.
 
@@ -44,22 +44,22 @@ def watch(
 
     optimizer  one or several. A step ends with the step of the optimizer, or of the last of several. Without an
                optimizer a step ends when the next forward starts after a backward
-    steps      the steps to record, for example `range(0, 10**9, 100)`. None means all
+    steps      the steps to record, for example `range(0, 10**9, 100)`. None, the default, means all
     depth      with 2, the inputs and outputs of modules as deep as `blocks.0` are recorded, and not those of modules
-               inside them. None means all modules. Parameters and their gradients are always recorded
+               inside them. None means all modules, as by default. Parameters and their gradients are always recorded
     share      how much of a large tensor (1 MiB or more) is read in a step if a layer of torch.nn computes it: its
-               output, and the gradient of its input. It is 1 / n. Steps read other pieces: n steps read all of them.
-               Two runs read the same pieces in the same step. 1 reads everything. What other code computes, such as
-               attention and your own modules, is always read whole. So are small tensors, parameters, their gradients
-               and the state of the optimizer
+               output, and the gradient of its input. It is 1 / n, by default 1 / 16. Steps read other pieces: n steps
+               read all of them. Two runs read the same pieces in the same step. 1 reads everything. What other code
+               computes, such as attention and your own modules, is always read whole. So are small tensors,
+               parameters, their gradients and the state of the optimizer
+    first_step the number of the first step, 0 by default. A training that goes on from a checkpoint after step 99 gives
+               100, so that `diff` can compare it with one that did not stop
     """
-    check_depth(depth)
+    asked = Scope(**scope)
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if steps is not None and not isinstance(steps, Container):
-        raise ValueError(f"steps={steps!r}: give a range or another container of numbers of steps, or None for all")
     given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    watcher = Watcher(unwrapped(model), Path(to), steps, depth, pieces_for_one(share))
+    watcher = Watcher(unwrapped(model), Path(to), asked)
     try:
         for each in given:
             watcher.add_optimizer(each)
@@ -72,28 +72,31 @@ def watch(
 class Watcher:
     """The hooks of one model and the file that they write to. `watch` makes one."""
 
-    def __init__(
-        self, model: nn.Module, to: Path, steps: Container[int] | None, depth: int | None, one_in: int
-    ) -> None:
-        self._model, self._steps, self._depth, self._rank = model, steps, depth, environment.rank()
+    def __init__(self, model: nn.Module, to: Path, scope: Scope) -> None:
+        self._model, self._scope, self._rank = model, scope, environment.rank()
         self._writer = Writer(path_of(to, self._rank))
         if self._rank == 0 and (count := environment.world_size()):
             remove_from(to, count)
+        self._guard = Guard()
+        self._gradient_hook = Hook(self._guard, self._gradient)
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
         self._gradients: list[Named] = []
-        self._one_in, self._texts = one_in, Texts()
-        self._open = OpenStep(0, one_in, self._texts)
+        self._texts = Texts()
+        self._open = OpenStep(scope.first_step, scope.one_in, self._texts)
         self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
-        self._active = self._continued = self._had_backward = self._failed = False
+        self._active = self._continued = self._had_backward = False
+        self._updates = self._told_unknown = False  # does a given optimizer make its step; has one that is not given
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
         self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
         self._versions: dict[int, int] = {}  # of parameters and buffers after the last update, by id
         self._hook_modules()
+        unknown = Hook(self._guard, self._after_unknown_update)
+        self._handles.append(register_optimizer_step_post_hook(unknown))  # of all optimizers
         compile_again()
         self._frames = environment.compiled_frames()
         atexit.register(self.close)
@@ -102,10 +105,16 @@ class Watcher:
 
     def see(self, name: str, value: Any) -> None:
         """Record tensors that pass no module, for example the targets of a batch."""
+        Hook(self._guard, self._see)(name, value)
+
+    def _see(self, name: str, value: Any) -> None:
         self._record("data", named("", value, name), self._open.whole)
 
     def end_step(self) -> None:
         """End the step. Only scripts without an optimizer need it, and only if a step has several backwards."""
+        Hook(self._guard, self._end_step)()
+
+    def _end_step(self) -> None:
         if is_unreal():
             return
         done, self._continued = self._open, self._recording
@@ -117,7 +126,7 @@ class Watcher:
         for handle in self._leaves:
             handle.remove()
         self._leaves.clear()
-        self._open, self._had_backward = OpenStep(done.number + 1, self._one_in, self._texts), False
+        self._open, self._had_backward = OpenStep(done.number + 1, self._scope.one_in, self._texts), False
         while self._pending and self._pending[0].slots.arrived():
             self._write(self._pending.popleft())
 
@@ -130,11 +139,16 @@ class Watcher:
             handle.remove()
         self._handles.clear()
         compile_again()
+        if self._guard.is_forked:
+            self._writer.leave()
+            return
         self.end_step()
-        for step in self._pending:
-            step.slots.wait()
-            self._write(step)
-        self._pending.clear()
+        try:
+            while self._pending:
+                self._pending[0].slots.wait()
+                self._write(self._pending.popleft())
+        except Exception as error:
+            self._guard.stop(error)
         self._writer.close()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -142,7 +156,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
-        before, after = Hook(self._before_update), Hook(self._after_update)
+        before, after = (Hook(self._guard, method) for method in (self._before_update, self._after_update))
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
 
@@ -160,22 +174,32 @@ class Watcher:
 
     def _hook_modules(self) -> None:
         self._owners: dict[int, tuple[str, str]] = {}
+        self._unhooked: list[tuple[str, str, nn.Parameter]] = []
         self._modules: list[tuple[str, nn.Module]] = []  # a walk through a model takes long
         for path, module in self._model.named_modules():
             name = clean(path)
             self._modules.append((name, module))
             scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks of Python
-            if not scripted and (self._depth is None or len(name.split(".")) <= self._depth or not name):
+            if not scripted and self._scope.has_module(name):
                 layer = is_layer(module)
-                before, after = (Hook(partial(call, name, layer)) for call in (self._before, self._after))
+                before, after = (Hook(self._guard, partial(call, name, layer)) for call in (self._before, self._after))
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 # Also called after an exception, so that it is known which forwards still run.
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
             for own, parameter in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(parameter), (name, own))
-                if parameter.requires_grad and not is_lazy(parameter):
-                    hook = Hook(partial(self._parameter_gradient, name, own))
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._unhooked.append((name, own, parameter))
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        """Hook the parameters that have gradients. Frozen and lazy ones may have them in a later step."""
+        given, self._unhooked = self._unhooked, []
+        for name, own, parameter in given:
+            if parameter.requires_grad and not is_lazy(parameter):
+                hook = Hook(self._guard, partial(self._parameter_gradient, name, own))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            else:
+                self._unhooked.append((name, own, parameter))
 
     def _before(self, name: str, layer: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         again = recomputes()
@@ -223,7 +247,7 @@ class Watcher:
                     entry.feeds_layer = True
                 if not entry.hooked:
                     entry.hooked = True
-                    hook = partial(self._gradient, module, name, entry)
+                    hook = partial(self._gradient_hook, module, name, entry)
                     handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                     if tensor.grad_fn is None:
                         self._leaves.append(handle)
@@ -243,7 +267,7 @@ class Watcher:
             self._record("backward", named(module, gradient, name), self._open.whole)
             return
         if not self._gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(Hook(self._guard, self._end_backward))
         self._gradients.append((module, name, gradient))
 
     def _end_backward(self) -> None:
@@ -258,10 +282,11 @@ class Watcher:
         self._gradients.clear()  # a backward that ended in an error has left them
         self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
-            self.end_step()
+            self._end_step()
         if not self._recording:
             return
         if not self._open.began:
+            self._hook_parameters()
             state = self._tensors("_parameters") + self._tensors("_buffers")
             if self._continued and self._optimizers:  # only what the script has changed after the update
                 state = [each for each in state if self._versions.get(id(each[2])) != version(each[2])]
@@ -272,6 +297,7 @@ class Watcher:
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
+        self._updates = True
         if not self._recording:
             return
         gradients = list[Named]()
@@ -279,9 +305,16 @@ class Watcher:
             module, name = self._owner(parameter)
             gradients += named(module, parameter.grad, f"gradient of {name}")
         self._record("reduce", gradients, self._open.whole)
+        number = self._optimizers.index(optimizer)
+        for name, value in settings_of(optimizer):
+            name = f"{name} of optimizer {number}" if number else name
+            if isinstance(value, Tensor):  # its value may be on a GPU
+                self._record("setting", named("", value, name), self._open.whole)
+            else:
+                self._open.record_host("setting", name, bits_of(value))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        last = optimizer is self._optimizers[-1]
+        last, self._updates = optimizer is self._optimizers[-1], False
         if self._recording:
             parameters = list[Named]()
             if last:
@@ -291,7 +324,17 @@ class Watcher:
             self._record("update", [*parameters, *self._state_of(optimizer)], self._open.whole)
         if last:
             self._inside.clear()  # what a KeyboardInterrupt has left
-            self.end_step()
+            self._end_step()
+
+    def _after_unknown_update(self, optimizer: Optimizer, *_: object) -> None:
+        """An optimizer that replaces a given one does not end steps."""
+        if self._told_unknown or self._updates or not self._optimizers or optimizer in self._optimizers:
+            return
+        # A wrapper of a given optimizer ends after it, when the next step has not begun.
+        if self._open.began and self.trains(optimizer):
+            self._told_unknown = True
+            told = "dash_attn.watch: an optimizer that it does not know changes the model, and ends no step"
+            warnings.warn(f"{told}: give it to watch, or call add_optimizer of the watcher", stacklevel=4)
 
     def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()
@@ -313,23 +356,21 @@ class Watcher:
 
     @property
     def _recording(self) -> bool:
-        return (self._steps is None or self._open.number in self._steps) and not is_unreal()
+        return self._scope.has_step(self._open.number) and not is_unreal()
 
     def _record(self, phase: str, tensors: Sequence[Named], reads: Reads, share: Share = WHOLE) -> None:
         if tensors and self._recording:
             self._open.record(phase, tensors, reads, share)
 
     def _write(self, done: OpenStep) -> None:
-        if self._failed:
-            return
         step = done.step(self._written)
         try:
             if self._written is None:
                 self._writer.environment(self._facts)
             self._writer.step(step)
-        except OSError as error:  # as of a full disk: a training must not end for its record
-            self._failed, self._steps = True, ()
-            warnings.warn(f"dash_attn.watch stops, and the training continues: {error}", stacklevel=2)
+        except Exception:  # as of a full disk
+            self._pending.clear()
+            raise
         self._written = done, step
 
     def _owner(self, parameter: Tensor) -> tuple[str, str]:
@@ -351,21 +392,8 @@ class Watcher:
         return {
             **environment.environment(),
             "rank": self._rank,  # a process group may end before the record
-            "depth": self._depth,
-            "share": share_of(self._one_in),
+            "depth": self._scope.depth,
+            "share": share_of(self._scope.one_in),
             "compiled": environment.compiled_frames() > self._frames,
             "modules": {clean(path): type(module).__name__ for path, module in self._model.named_modules()},
         }
-
-
-def check_depth(depth: int | None) -> None:
-    if depth is not None and (not isinstance(depth, int) or depth < 1):
-        raise ValueError(f"depth={depth}: give 1 or more, or None for all modules")
-
-
-def pieces_for_one(share: float) -> int:
-    """The n of a share 1 / n."""
-    count = round(1 / share) if 1 / (2 * MOST_PIECES) < share <= 1 else 0
-    if not 1 <= count <= MOST_PIECES or abs(count * share - 1) > 1e-3:
-        raise ValueError(f"share={share}: give 1, or 1 / n for a whole number n up to {MOST_PIECES}")
-    return count

@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def trained(folder: Path, name: str, **options: Any) -> list[Record]:
+def trained(folder: Path, name: str, resume: str | None = None, **options: Any) -> list[Record]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder / "out"),
         max_steps=3,
@@ -45,17 +45,16 @@ def trained(folder: Path, name: str, **options: Any) -> list[Record]:
         gradient_accumulation_steps=2,
         use_cpu=True,
         report_to=[],
-        save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
-        **options,
+        **{"save_strategy": "no", **options},
     )
     transformers.Trainer(
         model_init=lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, use_cache=False)),
         args=arguments,
         train_dataset=Texts(),
         callbacks=[WatchCallback(folder / name)],
-    ).train()
+    ).train(resume_from_checkpoint=resume)
     return load_run(folder / name)
 
 
@@ -78,6 +77,13 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
     a, b = (trained(tmp_path, name, gradient_checkpointing=True) for name in "ab")
     assert first_difference(a, b) is None
     assert "recompute" in {row.phase for row in a[0].steps[0].rows}
+
+
+def test_a_training_that_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    whole = trained(tmp_path, "a", save_strategy="steps", save_steps=2)
+    later = trained(tmp_path, "b", resume=str(tmp_path / "out" / "checkpoint-2"))
+    assert sorted(whole[0].steps) == [0, 1, 2] and sorted(later[0].steps) == [2]
+    assert first_difference(whole, later) is None and first_difference(later, whole) is None
 
 
 def test_a_training_after_one_that_failed(tmp_path: Path) -> None:

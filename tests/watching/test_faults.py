@@ -170,7 +170,9 @@ def test_the_process_that_parts_first(tmp_path: Path) -> None:
     ("name", "values"),
     [
         ("threads", (1, 4)),
-        ("float32 matmul precision", ("highest", "high")),
+        ("float32 precision of cuda matmul", ("ieee", "tf32")),
+        ("float32 precision of cuda rnn", ("tf32", "ieee")),
+        ("float32 precision of mkldnn conv", ("ieee", "bf16")),
         ("compiled", (False, True)),
         ("NCCL_ALGO", (None, "Ring")),
         ("CUBLAS_WORKSPACE_CONFIG", (":4096:8", None)),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dash_attn.watching import files
 from dash_attn.watching.files import (
     FRAME,
     MOST_FRAME,
@@ -122,7 +123,7 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path: Path, content: bytes
         load(path)
 
 
-@pytest.mark.parametrize("number", [b"1", b"2", b"77"])
+@pytest.mark.parametrize("number", [b"1", b"2", b"3", b"77"])
 def test_a_record_of_another_version(tmp_path: Path, number: bytes) -> None:
     path = tmp_path / "rank0.watch"
     path.write_bytes(b"dash_attn watch " + number + b"\n" + frame(b"E", b"{}"))
@@ -162,6 +163,56 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
         load(path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 28
     tracemalloc.stop()
+
+
+def test_many_layouts_of_a_small_file_take_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit the rows of this file take 200 times as much as here."""
+    path = tmp_path / "rank0.watch"
+    monkeypatch.setattr(files, "FREE_TEXT", 1 << 16)
+    layout = frame(b"L", zlib.compress(json.dumps([["data", "m", "t", 0, 0]] * 2000).encode()))
+    path.write_bytes(SIGNATURE + layout * 200)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="too many rows"):
+        load(path)
+    assert tracemalloc.get_traced_memory()[1] < 400 * path.stat().st_size + (1 << 21)
+    tracemalloc.stop()
+
+
+def long_step(number: int, rows: int, name: str = "input") -> Step:
+    """Most of its rows are one tensor, as if it passed many modules."""
+    layout = tuple(
+        Row("forward", f"model.language_model.blocks.{i % 99}.attention.projection", name, 0, i // 50)
+        for i in range(rows)
+    )
+    return Step(number, layout, ("f",), np.arange(1 + rows // 50, dtype=np.uint64))
+
+
+def test_a_long_step(tmp_path: Path) -> None:
+    path, step = tmp_path / "rank0.watch", long_step(0, 200000)
+    writer = Writer(path)
+    writer.step(step)
+    writer.close()
+    assert load(path).steps[0].rows == step.rows
+
+
+@pytest.mark.parametrize(
+    ("limit", "value"), [("MOST_FRAME", 10000), ("MOST_BYTES", 10000), ("FREE_TEXT", 5000), ("MOST_TEXT", 0)]
+)
+def test_what_a_reader_refuses_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """The steps before it can be read."""
+    path = tmp_path / "rank0.watch"
+    monkeypatch.setattr(files, "FREE_TEXT", 5000)
+    monkeypatch.setattr(files, "MOST_TEXT", 3)
+    monkeypatch.setattr(files, limit, value)
+    writer = Writer(path)
+    with pytest.raises(ValueError, match=r"rank0\.watch"):
+        for number in range(10):
+            writer.step(long_step(number, 2 * 4**number, str(number)))
+    writer.close()
+    record = load(path)
+    assert 0 < len(record.steps) < 9 and record.complete
 
 
 def test_a_changed_byte_is_seen(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from dash_attn.watching import fingerprint as by_torch
 from dash_attn.watching.difference import first_difference
 from dash_attn.watching.files import Record, load_run
 from dash_attn.watching.fingerprint import LARGE, Share, fingerprint, has_triton
-from dash_attn.watching.watcher import SHARE
+from dash_attn.watching.scope import SHARE
 from tests.watching.small import GPT, loss_of
 from tests.watching.test_fingerprint import DTYPES, some
 

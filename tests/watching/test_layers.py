@@ -16,8 +16,8 @@ import dash_attn
 from dash_attn.watching.difference import Difference
 from dash_attn.watching.files import Record, Step, load_run
 from dash_attn.watching.fingerprint import LARGE
+from dash_attn.watching.scope import SHARE
 from dash_attn.watching.tensors import is_layer
-from dash_attn.watching.watcher import SHARE
 from tests.watching.small import difference, same
 from tests.watching.test_watcher import value
 

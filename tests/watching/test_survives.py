@@ -19,8 +19,9 @@ from torch.func import functional_call, grad, vmap
 from torch.masked import masked_tensor
 
 import dash_attn
-from dash_attn.watching.environment import random_states
-from dash_attn.watching.files import Step, load_run
+from dash_attn.tools.cli import reasons
+from dash_attn.watching.environment import environment, random_states
+from dash_attn.watching.files import Step, load, load_run
 from dash_attn.watching.watcher import Watcher
 
 
@@ -190,6 +191,32 @@ def test_lazy_modules(tmp_path: Path) -> None:
     assert rows(step, "start") == ["0:weight", "0:bias", "2:num_batches_tracked"]
 
 
+@pytest.fixture(params=["cuda", "mkldnn"])
+def newer_setting(request: pytest.FixtureRequest) -> Iterator[str]:
+    """After one of torch's newer settings its older function raises."""
+    backend = getattr(torch.backends, request.param)
+    backend.matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    yield f"float32 precision of {request.param} matmul"
+    backend.matmul.fp32_precision = "none"
+
+
+def test_a_newer_setting_of_tf32(tmp_path: Path, newer_setting: str) -> None:
+    watched(tmp_path, small())
+    (record,) = load_run(tmp_path)
+    assert record.environment[newer_setting] == "tf32"
+    assert reasons.precision({}).found == "float32 products in TF32"
+
+
+def test_an_older_setting_of_tf32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    assert environment()["float32 precision of cuda matmul"] == "tf32"
+    torch.set_float32_matmul_precision(before)
+    assert environment()["float32 precision of cuda matmul"] == "ieee"
+
+
 @pytest.fixture
 def another_generator() -> Iterator[np.random.BitGenerator]:
     before, other = np.random.get_bit_generator(), np.random.PCG64(1)
@@ -206,6 +233,76 @@ def test_another_generator_of_numpy(another_generator: np.random.BitGenerator) -
     assert before == state()
     np.random.rand()
     assert before != state()
+
+
+class Ignores(Takes):
+    """Takes a value that it does not use."""
+
+    def forward(self, x: Tensor, value: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+class Closed(dict[str, Any]):
+    def items(self) -> Any:
+        raise ValueError("a mapping that shows nothing")
+
+
+def deep() -> list[Any]:
+    value = list[Any]()
+    for _ in range(3000):
+        value = [value]
+    return value
+
+
+class Unreadable(Tensor):
+    @property
+    def layout(self) -> Any:  # type: ignore[override]
+        raise ValueError("a tensor that shows nothing")
+
+
+@pytest.mark.parametrize(
+    "given", [Closed(a=1), deep(), torch.ones(1).as_subclass(Unreadable)], ids=["map", "deep", "tensor"]
+)
+def test_an_error_in_a_hook_ends_the_record_and_not_the_training(tmp_path: Path, given: Any) -> None:
+    def losses(to: Path | None) -> list[float]:
+        torch.manual_seed(0)
+        model = Ignores(torch.tanh, lambda h: h)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watcher = None if to is None else dash_attn.watch(model, optimizer=optimizer, to=to)
+        values = list[float]()
+        for step in range(4):
+            loss = model(x(), given if step == 2 else None).sum()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        if watcher is not None:
+            watcher.see("afterwards", given)
+            watcher.close()
+        return values
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert losses(tmp_path) == losses(None)
+    (warning,) = (str(each.message) for each in told if "dash_attn.watch" in str(each.message))
+    assert "training continues" in warning
+    (record,) = load_run(tmp_path)
+    assert sorted(record.steps) == [0, 1] and record.complete
+
+
+@pytest.mark.parametrize("where", ["_gradient", "_parameter_gradient", "_end_backward", "_before_update", "_state_of"])
+def test_an_error_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("anywhere")
+
+    monkeypatch.setattr(Watcher, where, fail)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watcher = dash_attn.watch(model, optimizer=optimizer, to=tmp_path)
+    with pytest.warns(UserWarning, match="training continues: ValueError: anywhere"):
+        model(x()).sum().backward()
+        optimizer.step()
+        watcher.close()
+    assert not load(tmp_path / "rank0.watch").steps
 
 
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dash_attn.watching.watcher import SHARE, Watcher, watch
+from dash_attn.watching.scope import SHARE
+from dash_attn.watching.watcher import Watcher, watch
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc]
-    """Records a training: `Trainer(..., callbacks=[WatchCallback("folder")])`. The options are those of `watch`."""
+    """Records a training: `Trainer(..., callbacks=[WatchCallback("folder")])`. The options are those of `watch`.
+    A training that resumes from a checkpoint records the numbers of its own steps."""
 
     def __init__(
         self,
@@ -29,7 +31,13 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc]
         # accelerate wraps the optimizer, and does not call hooks of the wrapper.
         optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
         self._watcher = watch(
-            given["model"], optimizer=optimizer, to=self._to, steps=self._steps, depth=self._depth, share=self._share
+            given["model"],
+            optimizer=optimizer,
+            to=self._to,
+            steps=self._steps,
+            depth=self._depth,
+            share=self._share,
+            first_step=0 if state is None else state.global_step,
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from dash_attn.api.arguments import wants_determinism
 from dash_attn.backends.sm90.forwards import VARIABLE as FORWARD
+from dash_attn.watching.environment import float32_precisions
 
 Environment = Mapping[str, str]
 
@@ -111,8 +112,8 @@ def autotuning(env: Environment) -> Finding:
 
 def precision(env: Environment) -> Finding:
     name, given = "TF32", env.get("NVIDIA_TF32_OVERRIDE")
-    on = torch.get_float32_matmul_precision() != "highest" or torch.backends.cuda.matmul.allow_tf32
-    found = f"float32 products in {'TF32' if on else 'float32'}"
+    lower = sorted({each for key, each in float32_precisions().items() if "matmul" in key and each != "ieee"})
+    found = f"float32 products in {' and '.join(lower).upper() or 'float32'}"
     if given is not None:
         return Finding(name, "warn", f"{found}, NVIDIA_TF32_OVERRIDE={given}", "set it alike in both runs, or unset it")
     return Finding(name, "info", found, "repeats bit for bit either way, but must be the same in both runs")

@@ -23,34 +23,45 @@ if TYPE_CHECKING:
     from dash_attn.watching.causes import Cause
     from dash_attn.watching.difference import Difference
     from dash_attn.watching.files import Record
+    from dash_attn.watching.scope import Scope
     from dash_attn.watching.watcher import Watcher
+
+
+@dataclass(frozen=True)
+class RecordOptions:
+    """What to record of a run."""
+
+    steps: Annotated[
+        str, Option("--steps", metavar="RANGE", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")
+    ] = ":"
+    depth: Annotated[
+        int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
+    ] = None
+    share: Annotated[
+        float | None,
+        Option("--share", help="part to read of what layers compute: 1, 0.25 or another 1/n [default: 1/16]"),
+    ] = None
+    first_step: Annotated[
+        int, Option("--first-step", help="number of the first step, for a script that goes on from a checkpoint")
+    ] = 0
+
+    def scope(self) -> Scope:
+        from dash_attn.watching.scope import SHARE, Scope
+
+        return Scope(steps_of(self.steps), self.depth, SHARE if self.share is None else self.share, self.first_step)
 
 
 @command("watch", settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def watch_command(
     script: Annotated[Path, Argument(metavar="SCRIPT", help="a training script")],
+    record: RecordOptions,
     arguments: Annotated[list[str] | None, Argument(metavar="ARGUMENT", help="arguments of the script")] = None,
     to: Annotated[Path, Option("--to", metavar="FOLDER", help="folder to write the record to")] = Path("watched"),
-    steps: Annotated[
-        str, Option("--steps", metavar="RANGE", help="steps to record: FIRST:END or FIRST:END:EVERY; : means all")
-    ] = ":",
-    depth: Annotated[
-        int | None, Option("--depth", help="depth of modules to record: 2 is as deep as blocks.0 [default: all]")
-    ] = None,
-    share: Annotated[
-        float | None,
-        Option("--share", help="part to read of what layers compute: 1, 0.25 or another 1/n [default: 1/16]"),
-    ] = None,
 ) -> None:
     """Run a training script and record a fingerprint of every tensor of every step, for diff."""
-    from dash_attn.watching.watcher import SHARE, check_depth, pieces_for_one
-
     if not script.is_file():
         raise ValueError(f"no such file: {script}")
-    share = SHARE if share is None else share
-    pieces_for_one(share)  # a mistake of the caller is told before the script runs
-    check_depth(depth)
-    scripted, before = Scripted(to, steps=steps_of(steps), depth=depth, share=share), (sys.argv, sys.path[0])
+    scripted, before = Scripted(to, record.scope()), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
     try:
         with scripted:
@@ -60,9 +71,23 @@ def watch_command(
         raise typer.Exit(1) from None
     finally:
         sys.argv, sys.path[0] = before
-    if scripted.watcher is None:
+    if not scripted.is_here:
+        return
+    if scripted.watcher is not None:
+        typer.echo(f"recorded in {to}", err=True)
+    elif time_of_children() > scripted.before:
+        typer.echo(f"dash-attn watch: nothing was recorded in this process: {NOT_WATCHED}", err=True)
+    else:
         raise ValueError(f"{script} made no optimizer for a model: nothing was recorded")
-    typer.echo(f"recorded in {to}", err=True)
+
+
+NOT_WATCHED = "processes that the script starts are not recorded; call dash_attn.watch in them"
+
+
+def time_of_children() -> float:
+    """CPU seconds of the processes that have ended: a script may train in them alone."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def steps_of(text: str) -> range:
@@ -78,11 +103,18 @@ def steps_of(text: str) -> range:
 
 
 class Scripted:
-    """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer."""
+    """While a script runs, its first model is watched: the largest one that holds the parameters of an optimizer. In a
+    forked process nothing is."""
 
-    def __init__(self, to: Path, **options: Any) -> None:
-        self.to, self.options = to, options
+    def __init__(self, to: Path, scope: Scope) -> None:
+        self.to, self.scope = to, scope
         self.watcher: Watcher | None = None
+        self._process, self._told = os.getpid(), False
+
+    @property
+    def is_here(self) -> bool:
+        """Is this the process of the command?"""
+        return os.getpid() == self._process
 
     def __enter__(self) -> Scripted:
         from torch.optim import Optimizer
@@ -94,6 +126,7 @@ class Scripted:
             self._made(optimizer)
 
         Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
+        self.before = time_of_children()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -106,12 +139,16 @@ class Scripted:
     def _made(self, optimizer: Optimizer) -> None:
         from dash_attn.watching.watcher import watch
 
-        if self.watcher is not None and self.watcher.trains(optimizer):
+        if not self.is_here:
+            if not self._told:
+                typer.echo(f"dash-attn watch: {NOT_WATCHED}", err=True)
+            self._told = True
+        elif self.watcher is not None and self.watcher.trains(optimizer):
             self.watcher.add_optimizer(optimizer)
         elif self.watcher is not None:
             typer.echo("dash-attn watch: only the first model is recorded; call dash_attn.watch for others", err=True)
         elif (model := owner(optimizer)) is not None:
-            self.watcher = watch(model, optimizer=optimizer, to=self.to, **self.options)
+            self.watcher = watch(model, optimizer=optimizer, to=self.to, **vars(self.scope))
 
 
 def owner(optimizer: Optimizer) -> nn.Module | None:
@@ -238,6 +275,10 @@ def tell(runs: Compared) -> None:
     if first.inputs:
         read = "" if first.is_sure else " in the part that was read"
         lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
+    if first.settings:
+        more = ", ..." if len(first.settings) > 3 else ""
+        lines.append(f"  its settings      differ: {', '.join(first.settings[:3])}{more}")
+    elif first.inputs and first.topic != "gradient":
         drawn = ", or the random numbers that it draws" if first.generators else ""
         lines.append(
             f"                    So the operation itself differs{drawn}{'' if first.is_sure else ', most likely'}."

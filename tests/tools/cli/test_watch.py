@@ -82,11 +82,17 @@ def test_some_steps_and_modules(folder: Path, capsys: pytest.CaptureFixture[str]
     assert code == 1 and "different depths (1 and all)" in err
 
 
+def test_a_script_that_goes_on_from_a_checkpoint(folder: Path) -> None:
+    assert watched(folder / "train.py", "--first-step", "100", "--steps", "101:103", to="later").code == 0
+    assert sorted(load_run(folder / "later")[0].steps) == [101, 102]
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
         *(("--steps", each) for each in ("x", "5", "1:2:3:4", "1:5:0", "-2:5", "5:2", "1:9:-1")),
         *(("--depth", each) for each in ("0", "-1")),
+        ("--first-step", "-1"),
     ],
 )
 def test_options_that_are_refused(folder: Path, option: str, value: str) -> None:
