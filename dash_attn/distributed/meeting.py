@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from dash_attn.distributed.ranks import Ranks
 
-CALLS = ("forward", "backward", "explain", "unshard")
+# "forward again": of a checkpoint, inside a backward.
+CALLS = ("forward", "forward again", "backward", "explain", "unshard")
 # Numbers that a rank says: those of Said, and a digest of each argument. A rank that refuses says as many, so that the
 # gather fits.
 WIDTH = 32
