@@ -120,6 +120,11 @@ def other_calls_on_one_rank(groups: Groups, mode: str) -> dict[str, list[str]]:
         for out in reversed(outs) if is_other else outs:
             out.backward(dout)
 
-    checkpoints = (after_checkpoint, after_reentrant_checkpoint, between_checkpoints)
+    def checkpoints_in_another_order() -> None:
+        outs = [checkpointed(False) for _ in range(2)]
+        for out in reversed(outs) if is_other else outs:
+            out.backward(dout)
+
+    checkpoints = (checkpoints_in_another_order, after_checkpoint, after_reentrant_checkpoint, between_checkpoints)
     wrong = (without_backward, *checkpoints, explained, gathered, in_another_order)
     return {each.__name__: [error_of(each), error_of(step)] for each in wrong}
