@@ -52,9 +52,12 @@ class ContextParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
+            ranks = Ranks.named(Terms.read(ctx.terms).groups)
+            refuse(ranks, error, ranks.device(dout, dlse))
+            raise error
         q, k, v, out, lse, cu_q, cu_k, sinks, seed, turn, *own = ctx.saved_tensors
         turn = turn if ctx.turn is None else ctx.turn
         if dout is None:  # also without dlse the rank takes part, because others may wait for it

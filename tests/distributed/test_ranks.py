@@ -287,6 +287,14 @@ def test_ranks_that_make_different_calls_get_an_error_and_no_numbers(pool: Pool,
             assert after == "no error"
 
 
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_a_second_derivative_on_one_rank_is_an_error_on_all(pool: Pool, mode: str) -> None:
+    other, own, *_ = pool.run(wrong.second_derivative_on_one_rank, mode)
+    message = "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
+    assert other == [f"ValueError: rank 1 refuses its arguments: {message}", "no error"]
+    assert own == [f"NotImplementedError: {message}", "no error"]
+
+
 def test_a_part_has_memory_of_its_own(pool: Pool) -> None:
     assert pool.run(training.shared_memory) == [[]] * 8
 

@@ -48,6 +48,20 @@ def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[st
     return [[error_of(f, **arguments) for f in (context_parallel_attention, explain)] for arguments in mine]
 
 
+def second_derivative_on_one_rank(groups: Groups, mode: str) -> list[str]:
+    """The last of two ranks gives create_graph: the errors of the backward, and of a right call after it."""
+    if 2 not in groups:
+        return []
+    group, (q, k, v, dout) = groups[2], (x[:, :24] for x in Case().tensors())
+    q.requires_grad_()
+
+    def step(create_graph: bool) -> None:
+        out = context_parallel_attention(q, k, v, group=group, mode=mode)
+        torch.autograd.grad(out, q, dout, create_graph=create_graph)
+
+    return [error_of(step, group.rank() == 1), error_of(step, False)]
+
+
 def unshard_on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[str]:
     """The same for `unshard`."""
     if 2 not in groups:
