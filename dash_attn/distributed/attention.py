@@ -55,8 +55,7 @@ class ContextParallel(torch.autograd.Function):
             error = NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
-            ranks = Ranks.named(Terms.read(ctx.terms).groups)
-            refuse(ranks, error, ranks.device(dout, dlse))
+            refuse(Ranks.named(Terms.read(ctx.terms).groups), error, dout, dlse)
             raise error
         q, k, v, out, lse, cu_q, cu_k, sinks, seed, turn, *own = ctx.saved_tensors
         turn = turn if ctx.turn is None else ctx.turn
@@ -212,7 +211,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         around = Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed)
     except Exception as error:
         if not torch.compiler.is_compiling():
-            refuse(ranks, error, ranks.device(q, k, v))
+            refuse(ranks, error, q, k, v)
         raise
     return Terms(posed, order_arguments, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
 

@@ -244,7 +244,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, as
             "cu_seqlens": cu[0],
             "cu_seqlens_k": cu[1],
             "window (left, right)": (posed.left, posed.right),
-            "mask": (posed.documents, posed.tiles, posed.rows),
+            "mask": (tuple(posed.documents), posed.tiles, posed.rows),
             "scale": posed.scale,
             "softcap": terms.softcap,
             "sinks": "not given" if around.sinks is None else around.sinks.tolist(),

@@ -338,6 +338,11 @@ def test_ranks_of_a_mesh_that_do_not_ascend_are_refused_on_all_of_them(pool: Poo
             assert all(each.startswith(f"ValueError: group must be a DeviceMesh {expected}") for each in said)
 
 
+def test_ranks_of_a_mesh_and_of_its_dimension_are_named(pool: Pool) -> None:
+    said = "the ranks give different groups: a mesh of 1 x 2 ranks on rank 0, a group of 2 ranks on rank 1"
+    assert pool.run(wrong.on_a_mesh_and_on_its_dimension)[:2] == [[f"ValueError: {said}"] * 3] * 2
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 @pytest.mark.parametrize(
     "way", ["checkpoint", "accumulate", "compile", "compile dynamic", "compile lse", "strides", "late"]

@@ -38,6 +38,19 @@ def _on_mesh(mesh: DeviceMesh) -> list[str]:
     ]
 
 
+def on_a_mesh_and_on_its_dimension(groups: Groups) -> list[str]:
+    """The first of two ranks gives a mesh, the other one its last dimension, which has the same ranks: the errors."""
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("tokens", "heads"))
+    if 2 not in groups:
+        return []
+    group, (q, k, v, _) = mesh["heads"] if groups[2].rank() else mesh, (x[:, :24] for x in Case().tensors())
+    return [
+        error_of(unshard, q, group=group, dim=1),
+        error_of(context_parallel_attention, q, k, v, group=group),
+        error_of(explain, q, k, v, group=group),
+    ]
+
+
 def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The last of two ranks has some arguments of its own: the errors of attention and explain."""
     if 2 not in groups:
