@@ -345,7 +345,11 @@ def test_ranks_of_a_mesh_and_of_its_dimension_are_named(pool: Pool) -> None:
 
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 @pytest.mark.parametrize(
-    "way", ["checkpoint", "accumulate", "compile", "compile dynamic", "compile lse", "strides", "late"]
+    "way",
+    [
+        *("checkpoint", "checkpoint reentrant", "accumulate", "strides", "late"),
+        *("compile", "compile dynamic", "compile lse", "compile checkpoint", "inductor"),
+    ],
 )
 def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(training.in_training, way, mode, 2)[:2] == [[], []]
