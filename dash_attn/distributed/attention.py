@@ -42,18 +42,23 @@ class ContextParallel(torch.autograd.Function):
         ctx.save_for_backward(*(spread or (q, k, v, out, lse)), cu_q, cu_k, sinks, seed, turn, *own)
         if not with_lse:
             ctx.mark_non_differentiable(lse)
+        ctx.turn = None
         if not torch.compiler.is_compiling():  # which does not know this setting
             ctx.set_materialize_grads(False)  # otherwise every backward fills a gradient of lse with zeros
+            ctx.turn = turn  # a checkpoint saves the tensors of its second forward, but keeps this
         ctx.terms, ctx.with_lse, ctx.shape, ctx.rows = terms, with_lse, out.shape, (q.shape[1], k.shape[1])
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses it by itself
-            raise NotImplementedError(
+            error = NotImplementedError(
                 "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
             )
+            refuse(Ranks.named(Terms.read(ctx.terms).groups), error, dout, dlse)
+            raise error
         q, k, v, out, lse, cu_q, cu_k, sinks, seed, turn, *own = ctx.saved_tensors
+        turn = turn if ctx.turn is None else ctx.turn
         if dout is None:  # also without dlse the rank takes part, because others may wait for it
             dout = out.new_zeros(ctx.shape)
         if not ctx.with_lse:
@@ -206,7 +211,7 @@ def terms_of(q: Tensor, k: Tensor, v: Tensor, asked: Arguments, given: Given, sh
         around = Around(*traced_boundaries(asked, q.device), extras.sinks, extras.seed)
     except Exception as error:
         if not torch.compiler.is_compiling():
-            refuse(ranks, error, ranks.device(q, k, v))
+            refuse(ranks, error, q, k, v)
         raise
     return Terms(posed, order_arguments, ranks.names, ways, sharing.layout, features.softcap, features.dropout), around
 

@@ -14,10 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dash_attn.distributed.ranks import Ranks
+from dash_attn.kept import kept
 
-CALLS = ("forward", "backward", "explain", "unshard")
+# "forward again": of a checkpoint, inside a backward.
+CALLS = ("forward", "forward again", "backward", "explain", "unshard")
 # Numbers that a rank says: those of Said, and a digest of each argument. A rank that refuses says as many, so that the
 # gather fits.
 WIDTH = 32
@@ -29,6 +32,8 @@ class Said(NamedTuple):
     refuses  1 if the rank refuses its arguments. Then the other numbers mean nothing
     call     the place of the call in CALLS
     forward  of a backward: the turn of its forward
+    first    the number of ranks along the first dimension of the group
+    second   the same for the second dimension. 0 if there is none
     """
 
     refuses: int = 0
@@ -36,10 +41,16 @@ class Said(NamedTuple):
     forward: int = 0
     queries: int = 0
     keys: int = 0
+    first: int = 0
+    second: int = 0
 
     @property
     def text(self) -> str:
         return f"{CALLS[self.call]}{f' of call {self.forward}' if CALLS[self.call] == 'backward' else ''}"
+
+    @property
+    def group(self) -> str:
+        return f"a mesh of {self.first} x {self.second} ranks" if self.second else f"a group of {self.first} ranks"
 
 
 class Met(NamedTuple):
@@ -59,15 +70,18 @@ def meet(
 ) -> Met:
     """ValueError on every rank if the call or an argument is not the same on all of them.
 
-    It names the argument and its values. It is one small gather, and the host waits for it. `forward` is the turn of
-    the forward of a backward.
+    It names the argument and its values. It is one small gather, and the host waits for it. `device` is that of the
+    call's tensors, and `forward` is the turn of the forward of a backward.
     """
-    said, digests = _exchange(
-        ranks, Said(0, CALLS.index(call), forward, *rows), [_digest(value) for value in arguments.values()], device
-    )
+    device, shape = ranks.device(device), [axis.size for axis in ranks.axes]
+    mine = Said(0, CALLS.index(call), forward, *rows, *shape)
+    said, digests = _exchange(ranks, mine, [_digest(value) for value in arguments.values()], device)
     if any(each.refuses for each in said):
         refusing = [(rank, text) for rank, text in enumerate(ranks.texts("", device)) if text]
         raise ValueError("; ".join(f"rank {rank} refuses its arguments: {text}" for rank, text in refusing))
+    if len({each.group for each in said}) > 1:
+        # The ranks do not share a group in which they could exchange texts.
+        raise ValueError(f"the ranks give different groups: {_listed([each.group for each in said])}")
     if len({each.text for each in said}) > 1:
         raise ValueError(
             f"the ranks of the group make different calls: {_listed([each.text for each in said])}. Every rank must "
@@ -85,8 +99,12 @@ def meet(
     return Met(turns[ranks.names], [(each.queries, each.keys) for each in said])
 
 
-def refuse(ranks: Ranks, error: Exception, device: torch.device) -> None:
-    """Take part in `meet` without arguments, so that the other ranks do not wait: they raise the error too."""
+def refuse(ranks: Ranks, error: Exception, *given: object) -> None:
+    """Take part in `meet` without arguments, so that the other ranks do not wait: they raise the error too.
+
+    `given` are the tensors of the call, or anything else.
+    """
+    device = ranks.device(*(x.device for x in given if isinstance(x, Tensor)))
     _exchange(ranks, Said(refuses=1), [], device)
     ranks.texts(str(error) or type(error).__name__, device)
 
@@ -97,7 +115,8 @@ _turns: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str, ...]]] = WeakKey
 
 def _exchange(ranks: Ranks, said: Said, digests: list[int], device: torch.device) -> tuple[list[Said], list[list[int]]]:
     """What every rank says."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    # The numbers may travel on the CPU while the tensors of the call are on a GPU.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise NotImplementedError(
             "context parallel cannot be captured in a CUDA graph, because its ranks compare their calls first and the "
             "host waits for the answer: call it outside of the capture"
@@ -110,6 +129,16 @@ def _exchange(ranks: Ranks, said: Said, digests: list[int], device: torch.device
 
 
 def _digest(value: object) -> int:
+    return _kept_digest(value) if isinstance(value, tuple) else _digest_of(value)
+
+
+@kept(16 * 2**20)
+def _kept_digest(value: tuple[object, ...]) -> int:
+    """The boundaries of a pack are long, and come again in every layer."""
+    return _digest_of(value)
+
+
+def _digest_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big", signed=True)
 
 

@@ -135,7 +135,8 @@ def forward(
     said = Terms.read(terms)
     rows = q.shape[1], k.shape[1]
     around = Around(cu_seqlens, cu_seqlens_k, sinks, seed)
-    call, at = agreed(Shape.of(q, k, v, 1), rows, around, said, Asks("forward"))
+    is_again = torch._C._current_graph_task_id() != -1  # of the backward that runs in this thread
+    call, at = agreed(Shape.of(q, k, v, 1), rows, around, said, Asks("forward again" if is_again else "forward"))
     turn, extras = torch.tensor(at, dtype=torch.int64, device="cpu"), call.extras(around)
     if said.ways == 1:
         return (*call.tokens.forward(q, k, v, extras), turn, [])
@@ -243,7 +244,7 @@ def agreed(shape: Shape, rows: tuple[int, int], around: Around, terms: Terms, as
             "cu_seqlens": cu[0],
             "cu_seqlens_k": cu[1],
             "window (left, right)": (posed.left, posed.right),
-            "mask": (posed.documents, posed.tiles, posed.rows),
+            "mask": (tuple(posed.documents), posed.tiles, posed.rows),
             "scale": posed.scale,
             "softcap": terms.softcap,
             "sinks": "not given" if around.sinks is None else around.sinks.tolist(),

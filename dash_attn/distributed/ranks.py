@@ -137,15 +137,21 @@ class Ranks:
             number = number * axis.size + axis.number
         return number
 
-    def device(self, *given: object) -> torch.device:
-        """Of the given tensors that the group can send, first those on GPUs. Without one: a device that it serves."""
-        kinds = [device.type for device in self.axes[0].group._device_types]
-        places = [x.device for x in given if isinstance(x, Tensor) and x.device.type in kinds]
-        if places:  # a tensor that was left on the CPU is most often a mistake
-            return max(places, key=lambda place: place.type != "cpu")
-        # The other ranks have their tensors on GPUs, if there are any.
-        gpus = [kind for kind in kinds if kind != "cpu" and torch.accelerator.is_available()]
-        return torch.device(gpus[0] if gpus else "cpu")
+    @property
+    def kinds(self) -> set[str]:
+        """The types of the devices whose tensors all groups can send."""
+        return set.intersection(*({device.type for device in axis.group._device_types} for axis in self.axes))
+
+    def device(self, *places: torch.device) -> torch.device:
+        """Where the ranks compare their calls: on the CPU if the groups serve it, so that the host waits for no GPU.
+
+        Otherwise on the first of the given places that they serve. Without one: on any device that they serve.
+        """
+        kinds = self.kinds
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        served = [place for place in places if place.type in kinds]
+        return served[0] if served else torch.device(min(kinds))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The tensors of all ranks, which have the same shape, under a new first dimension."""

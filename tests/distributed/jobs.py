@@ -120,18 +120,25 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def equal_everywhere(
-    groups: Groups, case: Case, sizes: tuple[int, ...], chunk_bytes: int, layouts: tuple[str, ...] = LAYOUTS
+    groups: Groups,
+    case: Case,
+    sizes: tuple[int, ...],
+    chunk_bytes: int,
+    layouts: tuple[str, ...] = LAYOUTS,
+    modes: tuple[str, ...] = MODES,
 ) -> dict[str, list[str]]:
     """Compare every number of ranks, mode and layout with one process: the results that differ."""
     tokens.CHUNK_BYTES = chunk_bytes
     expected = case.alone() if 1 in groups else []
     wrong: dict[str, list[str]] = {}
+    on_one_dimension = tuple(mode for mode in modes if mode != "a2a+all_gather")
     places: list[tuple[str, Any, tuple[str, ...]]] = [
-        (f"{size} ranks", groups[size], ("a2a", "all_gather")) for size in sizes if size in groups
+        (f"{size} ranks", groups[size], on_one_dimension) for size in sizes if size in groups
     ]
-    places += [(f"mesh {shape}", mesh, ("auto",)) for shape, mesh in meshes(groups, case).items()]
-    for name, group, modes in places:
-        for mode in modes:
+    if on_one_dimension != modes:
+        places += [(f"mesh {shape}", mesh, ("auto",)) for shape, mesh in meshes(groups, case).items()]
+    for name, group, its_modes in places:
+        for mode in its_modes:
             for layout in layouts:
                 results = apart(case, group, mode, layout)
                 if expected and (differ := differences(results, expected)):

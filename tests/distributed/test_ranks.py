@@ -272,6 +272,10 @@ def test_what_one_rank_refuses_to_unshard_is_an_error_on_all(pool: Pool) -> None
 def test_ranks_that_make_different_calls_get_an_error_and_no_numbers(pool: Pool, mode: str) -> None:
     expected = {
         "without_backward": r"backward of call \d+ on rank 0, forward on rank 1",
+        "checkpoints_in_another_order": r"backward of call (\d+) on rank 0, backward of call (?!\1)\d+ on rank 1",
+        "after_checkpoint": "forward again on rank 0, forward on rank 1",
+        "after_reentrant_checkpoint": "forward again on rank 0, forward on rank 1",
+        "between_checkpoints": "forward again on rank 0, forward on rank 1",
         "explained": "forward on rank 0, explain on rank 1",
         "gathered": "forward on rank 0, unshard on rank 1",
         "in_another_order": r"backward of call (\d+) on rank 0, backward of call (?!\1)\d+ on rank 1",
@@ -281,6 +285,14 @@ def test_ranks_that_make_different_calls_get_an_error_and_no_numbers(pool: Pool,
         for name, (error, after) in said.items():
             assert re.match(f"ValueError: the ranks of the group make different calls: {expected[name]}", error), error
             assert after == "no error"
+
+
+@pytest.mark.parametrize("mode", ["a2a", "all_gather"])
+def test_a_second_derivative_on_one_rank_is_an_error_on_all(pool: Pool, mode: str) -> None:
+    other, own, *_ = pool.run(wrong.second_derivative_on_one_rank, mode)
+    message = "context_parallel_attention can be differentiated once, not twice: leave out create_graph=True"
+    assert other == [f"ValueError: rank 1 refuses its arguments: {message}", "no error"]
+    assert own == [f"NotImplementedError: {message}", "no error"]
 
 
 def test_a_part_has_memory_of_its_own(pool: Pool) -> None:
@@ -326,9 +338,18 @@ def test_ranks_of_a_mesh_that_do_not_ascend_are_refused_on_all_of_them(pool: Poo
             assert all(each.startswith(f"ValueError: group must be a DeviceMesh {expected}") for each in said)
 
 
+def test_ranks_of_a_mesh_and_of_its_dimension_are_named(pool: Pool) -> None:
+    said = "the ranks give different groups: a mesh of 1 x 2 ranks on rank 0, a group of 2 ranks on rank 1"
+    assert pool.run(wrong.on_a_mesh_and_on_its_dimension)[:2] == [[f"ValueError: {said}"] * 3] * 2
+
+
 @pytest.mark.parametrize("mode", ["a2a", "all_gather"])
 @pytest.mark.parametrize(
-    "way", ["checkpoint", "accumulate", "compile", "compile dynamic", "compile lse", "strides", "late"]
+    "way",
+    [
+        *("checkpoint", "checkpoint reentrant", "accumulate", "strides", "late"),
+        *("compile", "compile dynamic", "compile lse", "compile checkpoint", "inductor"),
+    ],
 )
 def test_training(pool: Pool, way: str, mode: str) -> None:
     assert pool.run(training.in_training, way, mode, 2)[:2] == [[], []]

@@ -44,8 +44,19 @@ def in_training(groups: Groups, way: str, mode: str, size: int) -> list[str] | N
         other = gradients(attend)
     elif way == "checkpoint":
         other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=False))
+    elif way == "checkpoint reentrant":
+        other = gradients(lambda *x: checkpoint(attend, *x, use_reentrant=True))
+    elif way == "compile checkpoint":
+        recomputed = torch.compile(lambda *x: checkpoint(attend, *x, use_reentrant=False), backend="aot_eager")
+        other = gradients(recomputed)
     elif way == "compile":
         other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager"))
+    elif way == "inductor":
+
+        def halved(*x: Tensor) -> Tensor:
+            return attend(*x).relu() * 0.5  # inductor makes one loop of what follows, which rounds nothing
+
+        plain, other = gradients(halved), gradients(torch.compile(halved, fullgraph=True))
     elif way == "compile dynamic":
         torch._dynamo.reset()  # it would take the code of "compile"
         other = gradients(torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True))

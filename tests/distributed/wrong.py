@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from dash_attn.distributed import context_parallel_attention, explain, shard, unshard
 from tests.distributed.jobs import Case
@@ -37,6 +38,19 @@ def _on_mesh(mesh: DeviceMesh) -> list[str]:
     ]
 
 
+def on_a_mesh_and_on_its_dimension(groups: Groups) -> list[str]:
+    """The first of two ranks gives a mesh, the other one its last dimension, which has the same ranks: the errors."""
+    mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("tokens", "heads"))
+    if 2 not in groups:
+        return []
+    group, (q, k, v, _) = mesh["heads"] if groups[2].rank() else mesh, (x[:, :24] for x in Case().tensors())
+    return [
+        error_of(unshard, q, group=group, dim=1),
+        error_of(context_parallel_attention, q, k, v, group=group),
+        error_of(explain, q, k, v, group=group),
+    ]
+
+
 def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The last of two ranks has some arguments of its own: the errors of attention and explain."""
     if 2 not in groups:
@@ -45,6 +59,20 @@ def on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[list[st
     right = {"q": q, "k": k, "v": v, "cu_seqlens": [0, 20, 48], "group": group}
     mine = [right | (call if group.rank() else {}) for call in calls]
     return [[error_of(f, **arguments) for f in (context_parallel_attention, explain)] for arguments in mine]
+
+
+def second_derivative_on_one_rank(groups: Groups, mode: str) -> list[str]:
+    """The last of two ranks gives create_graph: the errors of the backward, and of a right call after it."""
+    if 2 not in groups:
+        return []
+    group, (q, k, v, dout) = groups[2], (x[:, :24] for x in Case().tensors())
+    q.requires_grad_()
+
+    def step(create_graph: bool) -> None:
+        out = context_parallel_attention(q, k, v, group=group, mode=mode)
+        torch.autograd.grad(out, q, dout, create_graph=create_graph)
+
+    return [error_of(step, group.rank() == 1), error_of(step, False)]
 
 
 def unshard_on_one_rank(groups: Groups, calls: Sequence[dict[str, Any]]) -> list[str]:
@@ -63,6 +91,8 @@ def shard_of_nothing(groups: Groups) -> str:
 def other_calls_on_one_rank(groups: Groups, mode: str) -> dict[str, list[str]]:
     """The last of two ranks leaves a backward out, makes another call, or runs two backwards in another order.
 
+    The backwards that it leaves out are also those of checkpoints, which begin with another forward.
+
     For each of these: the error of this rank, and that of a right call after it.
     """
     if 2 not in groups:
@@ -70,12 +100,35 @@ def other_calls_on_one_rank(groups: Groups, mode: str) -> dict[str, list[str]]:
     group, (q, k, v, dout) = groups[2], (x[:, :24] for x in Case().tensors())
     is_other = group.rank() == 1
 
+    def leaves() -> list[torch.Tensor]:
+        return [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def forward_of(*x: torch.Tensor) -> torch.Tensor:
+        return context_parallel_attention(*x, group=group, mode=mode, causal=True)
+
     def forward() -> torch.Tensor:
-        mine = [x.clone().requires_grad_() for x in (q, k, v)]
-        return context_parallel_attention(*mine, group=group, mode=mode, causal=True)
+        return forward_of(*leaves())
+
+    def checkpointed(is_reentrant: bool) -> torch.Tensor:
+        return checkpoint(forward_of, *leaves(), use_reentrant=is_reentrant)
 
     def step() -> None:
         forward().backward(dout)
+
+    def checkpointed_step() -> None:
+        checkpointed(False).backward(dout)
+
+    def after_checkpoint() -> None:
+        out = checkpointed(False)
+        step() if is_other else out.backward(dout)
+
+    def after_reentrant_checkpoint() -> None:
+        out = checkpointed(True)
+        step() if is_other else out.backward(dout)
+
+    def between_checkpoints() -> None:
+        out = checkpointed(False)
+        checkpointed_step() if is_other else out.backward(dout)
 
     def without_backward() -> None:
         out = forward()
@@ -94,5 +147,11 @@ def other_calls_on_one_rank(groups: Groups, mode: str) -> dict[str, list[str]]:
         for out in reversed(outs) if is_other else outs:
             out.backward(dout)
 
-    wrong = (without_backward, explained, gathered, in_another_order)
+    def checkpoints_in_another_order() -> None:
+        outs = [checkpointed(False) for _ in range(2)]
+        for out in reversed(outs) if is_other else outs:
+            out.backward(dout)
+
+    checkpoints = (checkpoints_in_another_order, after_checkpoint, after_reentrant_checkpoint, between_checkpoints)
+    wrong = (without_backward, *checkpoints, explained, gathered, in_another_order)
     return {each.__name__: [error_of(each), error_of(step)] for each in wrong}

@@ -1,171 +1,119 @@
-"""The panels of ranks on the GPU: computed one rank after the other in one process, and by processes that share it."""
+"""Ranks on the GPU: as threads of one process, which are up to 8 ranks, and as processes that share the GPU."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from dash_attn.backends import Extras, Gradients, KeySums, Operands, Options
-from dash_attn.distributed.layout import Layout
-from dash_attn.distributed.routes import Routes
+from dash_attn.backends import KeySums, Options
+from dash_attn.distributed.layout import LAYOUTS, MODES
 from dash_attn.prepare import prepare_panels
-from dash_attn.problem import CAUSAL, FULL, Features, Mask, Problem, documents, window
+from dash_attn.problem import CAUSAL, Problem
 from dash_attn.tools.bench.audit.audit import AuditSettings, Subject, audit
 from dash_attn.tools.bench.audit.ranks import spots_of
 from dash_attn.tools.bench.audit.targets import CONTROL
-from dash_attn.tools.bench.operands import draw
-from tests.backends.sm90.cases import DEVICE, Case, prepared, same
-from tests.distributed import jobs
+from tests.backends.sm90.cases import DEVICE, Case, prepared
+from tests.distributed import jobs, threads
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.gpu
 
+ON_GPU = jobs.Case(dtype=torch.bfloat16, device="cuda", panels=8)
+
 SHAPES = {"d128 grouped": (4, 2, 128), "d64": (4, 4, 64), "d80 one kv head": (4, 1, 80)}  # heads_q, heads_kv, dim
-MASKS = {"causal": CAUSAL, "full": FULL, "window": window(100, 0)}
+MASKS: dict[str, dict[str, Any]] = {"causal": {"causal": True}, "full": {}, "window": {"window": (100, 0)}}
+
+# Ranks, mode, layout, and bytes of a chunk: 1 gathers each kv head by itself.
+PLACES: list[tuple[threads.Grid, str, str, int]] = [
+    ((2,), "all_gather", "zigzag", 1),
+    ((4,), "all_gather", "contiguous", 2**30),
+    ((4,), "a2a", "zigzag", 1),
+    ((2, 2), "a2a+all_gather", "zigzag", 2**30),
+]
 
 
-def joined(x: Tensor) -> Tensor:
-    return x.flatten(0, 1).unsqueeze(0)
+def assert_equal_on_ranks(case: jobs.Case, places: list[tuple[threads.Grid, str, str, int]] = PLACES) -> None:
+    expected = case.alone()
+    for place in places:
+        grid, mode, *_ = place
+        if mode != "a2a+all_gather" or case.heads[1] % grid[1] == 0:
+            assert jobs.differences(threads.apart(case, *place), expected) == [], (case.lengths, place)
 
 
-def lse_of(lse: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of lse, the sequences of a batch one after the other: (1, heads, rows)."""
-    return lse[:, :, rows].transpose(0, 1).flatten(1).unsqueeze(0)
-
-
-def on_ranks(
-    case: Case, layout: Layout, policy: str = "auto", extras: Extras | None = None
-) -> tuple[Tensor, Tensor, Gradients]:
-    """out, lse and gradients, from the panels of each rank. The sums of dK and dV are passed by hand."""
-    given = Extras() if extras is None else extras
-    problem, (dout, q, k, v, out, lse) = case.problem, case.operands
-    results = [torch.full_like(x, float("nan")) for x in (out, lse, q, k, v)]
-    new_out, new_lse, dq, dk, dv = results
-    sums, routes = list[tuple[KeySums, ...]](), [Routes.of(problem, layout, rank) for rank in range(layout.ranks)]
-    for rank, route in enumerate(routes):
-        held = prepare_panels(problem, route.panels, policy, Options(), DEVICE)
-        rows = torch.cat([torch.arange(*each, device=DEVICE) for each in layout.held(problem.len_q, rank)])
-        mine = [joined(x[:, rows]) for x in (dout, q, out)]
-        own_lse = lse_of(lse, rows)
-        dlse = None if given.dlse is None else lse_of(given.dlse, rows)
-        got, got_lse = held.forward(mine[1], joined(k), joined(v), extras)
-        shape = (problem.batch, len(rows))
-        new_out[:, rows] = got.view(*shape, *got.shape[2:])
-        new_lse[:, :, rows] = got_lse.view(-1, *shape).transpose(0, 1)
-        own = Operands(mine[0], mine[1], joined(k), joined(v), mine[2], own_lse)
-        partials = held.backward(own, None if extras is None else Extras(sinks=given.sinks, dlse=dlse))
-        dq[:, rows] = partials.dq.view(*shape, *q.shape[2:])
-        sums.append(tuple(KeySums(*(x.clone() for x in each)) for each in partials.sums))
-    for rank, route in enumerate(routes):
-        rows = torch.cat([torch.arange(*each, device=DEVICE) for each in layout.held(problem.len_k, rank)])
-        into = KeySums(
-            *(torch.zeros((problem.batch, len(rows), *k.shape[2:]), dtype=k.dtype, device=DEVICE) for _ in "kv")
-        )
-        flat = KeySums(*map(joined, into))
-        come = {  # the rows that travel to this rank, from each of the others
-            source: [torch.cat([sums[source][p.panel][i][:, slice(*p.rows)] for p in sent], 1) for i in (0, 1)]
-            for source, sent in enumerate(route.sent[rank] for route in routes)
-            if sent
-        }
-        for each in route.sums:
-            parts = [KeySums(*(x[:, p.first : p.first + p.count] for x in come[p.source])) for p in each.addends]
-            held.fold(parts, KeySums(*(x[:, slice(*each.rows)] for x in flat)))
-        dk[:, rows], dv[:, rows] = into
-    return new_out, new_lse, Gradients(dq, dk, dv)
-
-
-@pytest.mark.parametrize("layout", [Layout("zigzag", 2, 8), Layout("contiguous", 4, 8)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_panels_of_ranks_have_the_bits_of_one_call(shape, mask: Mask, layout: Layout) -> None:
+def test_panels_of_ranks_have_the_bits_of_one_call(shape: tuple[int, int, int], mask: dict[str, Any]) -> None:
     heads_q, heads_kv, dim = shape
-    for batch, len_q, len_k in ((1, 1000, 1000), (2, 513, 513), (1, 700, 1100), (1, 900, 500)):
-        problem = Problem(batch, heads_q, heads_kv, len_q, len_k, dim, mask=mask, panels=8)
-        case = Case.make(problem)
-        out, lse = prepared(problem).forward(*case.operands.qkv)
-        case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
-        got_out, got_lse, grads = on_ranks(case, layout)
-        assert torch.equal(got_out, out) and torch.equal(got_lse, lse), (batch, len_q, len_k)
-        assert same(grads, case.run(prepared(problem))), (batch, len_q, len_k)
+    for batch, *lengths in ((1, 1000, 1000), (2, 513, 513), (1, 700, 1100), (1, 900, 500)):
+        assert_equal_on_ranks(
+            replace(ON_GPU, batch=batch, lengths=tuple(lengths), heads=(heads_q, heads_kv), dim=dim, arguments=mask)
+        )
 
 
-def on_one(problem: Problem, with_lse: bool) -> tuple[Case, Extras, Gradients]:
-    """Operands with the forward's own out and lse, sinks and a gradient of lse, and the gradients of one call."""
-    drawn = draw(problem, DEVICE, gain=2.0)
-    sinks = torch.linspace(-2.0, 4.0, problem.heads_q, device=DEVICE) if problem.features.sinks else None
-    out, lse = prepared(problem).forward(*drawn[1:], Extras(sinks=sinks))
-    dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) if with_lse else None
-    case = Case(problem, Operands(*drawn, out, lse), Gradients(*drawn[1:]))
-    extras = Extras(sinks=sinks, dlse=dlse)
-    return case, extras, prepared(problem).backward(case.operands, None, extras)
-
-
-FEATURES = {
-    "softcap": (Features(softcap=20.0), False),
-    "sinks": (Features(sinks=True), False),
-    "gradient of lse": (Features(), True),
-    "all": (Features(softcap=20.0, sinks=True), True),
+FEATURES: dict[str, tuple[dict[str, Any], bool]] = {
+    "softcap": ({"softcap": 20.0}, False),
+    "sinks": ({"sinks": torch.linspace(-2.0, 4.0, 4)}, False),
+    "gradient of lse": ({}, True),
+    "all": ({"softcap": 20.0, "sinks": torch.linspace(-2.0, 4.0, 4)}, True),
 }
 
 
-@pytest.mark.parametrize("layout", [Layout("zigzag", 2, 8), Layout("contiguous", 4, 8)], ids=str)
+def with_features(features: dict[str, Any], with_lse: bool, dim: int) -> jobs.Case:
+    here = {name: x.to(ON_GPU.device) if isinstance(x, torch.Tensor) else x for name, x in features.items()}
+    return replace(ON_GPU, dim=dim, arguments=here, with_lse=with_lse)
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("features", "with_lse"), FEATURES.values(), ids=FEATURES)
 def test_panels_of_ranks_with_features(
-    features: Features, with_lse: bool, dim: int, mask: Mask, layout: Layout
+    features: dict[str, Any], with_lse: bool, dim: int, mask: dict[str, Any]
 ) -> None:
     """Of 900 queries and 500 keys, a causal mask hides all keys of 400 queries, and so of whole panels."""
-    for batch, len_q, len_k in ((2, 513, 513), (1, 700, 1100), (1, 900, 500)):
-        problem = Problem(batch, 4, 2, len_q, len_k, dim, mask=mask, panels=8, features=features)
-        case, extras, want = on_one(problem, with_lse)
-        out, lse, grads = on_ranks(case, layout, extras=extras)
-        assert torch.equal(out, case.operands.out) and torch.equal(lse, case.operands.lse), (batch, len_q, len_k)
-        assert same(grads, want), (batch, len_q, len_k)
+    case = with_features(features, with_lse, dim)
+    case = replace(case, arguments=case.arguments | mask)
+    for batch, *lengths in ((2, 513, 513), (1, 700, 1100), (1, 900, 500)):
+        its = replace(case, batch=batch, lengths=tuple(lengths))
+        assert_equal_on_ranks(its)
         if with_lse:
-            plain = prepared(problem).backward(case.operands, None, extras._replace(dlse=None))
-            assert not torch.equal(plain.dq, want.dq) and not torch.equal(plain.dk, want.dk), "the gradient counts"
+            differ = jobs.differences(its.alone(), replace(its, with_lse=False).alone())
+            assert {"dq", "dk"} <= set(differ), "the gradient counts"
+
+
+CU_SEQLENS = [0, *accumulate([130, 7, 0, 300, 64, 499])]
+LENGTHS = (CU_SEQLENS[-1], CU_SEQLENS[-1])
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("features", "with_lse"), FEATURES.values(), ids=FEATURES)
-def test_packs_with_features(features: Features, with_lse: bool, dim: int) -> None:
-    cu = [0, *accumulate([130, 7, 0, 300, 64, 499])]
-    mask = CAUSAL & documents(cu)
-    problem = Problem(1, 4, 2, cu[-1], cu[-1], dim, mask=mask, panels=8, features=features)
-    case, extras, want = on_one(problem, with_lse)
-    out, lse, grads = on_ranks(case, Layout("zigzag", 4, 8), extras=extras)
-    assert torch.equal(out, case.operands.out) and torch.equal(lse, case.operands.lse)
-    assert same(grads, want)
+def test_packs_with_features(features: dict[str, Any], with_lse: bool, dim: int) -> None:
+    case = with_features(features, with_lse, dim)
+    pack = case.arguments | {"causal": True, "cu_seqlens": CU_SEQLENS}
+    assert_equal_on_ranks(replace(case, lengths=LENGTHS, arguments=pack))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("grid", "mode"),
+    [
+        *(((ranks,), mode) for ranks in (1, 2, 4, 8) for mode in ("all_gather", "a2a")),
+        *(((ranks // 2, 2), "a2a+all_gather") for ranks in (4, 8)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("length", [8192, 32768, 131072])
-def test_long_sequences_on_any_number_of_ranks(length: int, ranks: int) -> None:
-    problem = Problem(1, 4, 2, length, length, 128, mask=CAUSAL, panels=16)
-    drawn = draw(problem, DEVICE)
-    out, lse = prepared(problem).forward(*drawn[1:])
-    case = Case(problem, Operands(*drawn, out, lse), Gradients(*drawn[1:]))
-    got_out, got_lse, grads = on_ranks(case, Layout("zigzag", ranks, 16))
-    assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
-    assert same(grads, case.run(prepared(problem)))
+def test_long_sequences_on_any_number_of_ranks(length: int, grid: threads.Grid, mode: str) -> None:
+    case = replace(ON_GPU, lengths=(length, length), dim=128, panels=16, arguments={"causal": True})
+    assert_equal_on_ranks(case, [(grid, mode, "zigzag", 32 * 2**20)])
 
 
 @pytest.mark.parametrize("policy", ["auto", "spt"])
 def test_packs(policy: str) -> None:
-    lengths = [130, 7, 0, 300, 64, 499]
-    cu = [0, *accumulate(lengths)]
-    problem = Problem(1, 4, 2, cu[-1], cu[-1], 128, mask=CAUSAL & documents(cu), panels=8)
-    case = Case.make(problem)
-    out, lse = prepared(problem, policy).forward(*case.operands.qkv)
-    case = Case(problem, Operands(*case.operands[:4], out, lse), case.want)
-    got_out, got_lse, grads = on_ranks(case, Layout("zigzag", 4, 8), policy)
-    assert torch.equal(got_out, out) and torch.equal(got_lse, lse)
-    assert same(grads, case.run(prepared(problem, policy)))
+    pack = {"causal": True, "cu_seqlens": CU_SEQLENS, "policy": policy}
+    assert_equal_on_ranks(replace(ON_GPU, lengths=LENGTHS, dim=128, arguments=pack))
 
 
 def test_another_order_of_the_sums_is_noticed() -> None:
@@ -203,8 +151,9 @@ SHARED = {
 
 
 @pytest.mark.alone
-def test_processes_that_share_the_gpu() -> None:
-    """1, 2 and 4 ranks, in every mode and layout, on a mesh too. Gloo carries the tensors, each kv head by itself.
+@pytest.mark.parametrize("mode", MODES)
+def test_processes_that_share_the_gpu(mode: str) -> None:
+    """1, 2 and 4 ranks in every layout, or a mesh of 4. Gloo carries the tensors, each kv head by itself.
 
     The processes start once and run all cases: their start takes longer than the cases.
     """
@@ -212,6 +161,6 @@ def test_processes_that_share_the_gpu() -> None:
     try:
         for name, case in SHARED.items():
             on_gpu = replace(case, dim=128, dtype=torch.bfloat16, device="cuda")
-            assert pool.run(jobs.equal_everywhere, on_gpu, (1, 2, 4), 1)[0] == {}, name
+            assert pool.run(jobs.equal_everywhere, on_gpu, (1, 2, 4), 1, LAYOUTS, (mode,))[0] == {}, name
     finally:
         pool.close()
