@@ -18,7 +18,7 @@ SINKS = torch.tensor([-1.5, 0.25, 3.0, -math.inf])
 # What fills the rows: the call itself, the forward tile by tile, and the forward of a pack. Then the rows without keys.
 CASES: dict[str, tuple[Mask, int, slice]] = {
     "no keys": (FULL, 0, slice(None)),
-    "a blind window": (window(-7, 3), 6, slice(None)),
+    "a blind window": (Mask(-7, 3), 6, slice(None)),
     "more queries than keys": (window(None, 0), 4, slice(0, 5)),
     "a document without keys": (documents([0, 4, 9], [0, 0, 6]), 6, slice(0, 4)),
     "documents without keys": (documents([0, 4, 9], [0, 0, 0]), 0, slice(None)),
