@@ -47,7 +47,7 @@ class SuiteOptions:
 
     def given(self) -> list[str]:
         """The options about variants that were given. Not every suite takes each of them."""
-        values = {"--peers": self.peers, "--policy": self.policy, "--any": self.unordered}
+        values = {"--peers": self.peers, "--policy": self.policy, "--any": self.unordered or None}
         values["--deterministic"] = self.deterministic or None
         return [name for name, value in values.items() if value is not None]
 

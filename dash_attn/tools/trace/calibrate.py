@@ -7,7 +7,6 @@ dim have the same number of tokens. So the fit has one number for each of the tw
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from dash_attn.problem import CAUSAL, FULL, Problem
 from dash_attn.program import play
 from dash_attn.simulate import H200_SMS, Machine
 from dash_attn.tiling import TileShape, Tiling, tile
+from dash_attn.tools.bench.json_text import from_json
 from dash_attn.tools.trace.measured import measured
 from dash_attn.tools.trace.record import Trace, load_trace
 from dash_attn.verify import Placed, verify
@@ -170,7 +170,7 @@ def read_samples(paths: Iterable[str | Path]) -> list[Sample]:
 
 def _of_results(path: Path) -> Iterator[Sample]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        rows = from_json(path.read_text(encoding="utf-8"))["rows"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no benchmark results: {error!r}") from None
     for row in rows:

@@ -370,7 +370,7 @@ def test_a_gpu_that_is_not_hopper_is_refused_before_any_work(suite: str, monkeyp
             "--peers, --policy, --config: suite",
         ),
         (["--suite", "host", "--rounds", "3"], "suite host takes none of these"),
-        (["--suite", "block", "--no-any", "--deterministic"], "--any, --deterministic: suite block takes --policy"),
+        (["--suite", "block", "--any", "--deterministic"], "--any, --deterministic: suite block takes --policy"),
         (["--suite", "block", "--budget-ms", "3", "--lead-ms", "3"], "--budget-ms, --lead-ms: suite block"),
         (["--suite", "step", "--policy", "spt", "--any"], "--policy, --any: suite step takes --peers"),
         (["--suite", "deviation", "--rounds", "3"], "--rounds: suite deviation takes --peers"),
