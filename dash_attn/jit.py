@@ -26,7 +26,9 @@ def compiled(function: Loop) -> Loop:
             loop = _with_numba(function)
         try:
             return loop(*arguments)
-        except Exception as error:  # what numba raises for a damaged file depends on the damage
+        except MemoryError:
+            raise
+        except Exception as error:  # what numba raises for a damaged file depends on the damage; no loop raises itself
             folder = _cache_folder(loop)
             if folder is None:
                 raise

@@ -12,12 +12,13 @@ from dash_attn.pack.assembly import assemble
 from dash_attn.pack.checks import AssemblyError, check
 from dash_attn.pack.pack import Pack, Planned
 from dash_attn.pack.tables import Assembly, Doc, Fold, PackedBundle, PackedChain, Part, Round, Sizes, TileRows
-from dash_attn.pack.templates import needed_workers
+from dash_attn.pack.templates import Fact, needed_workers
 
 __all__ = [
     "Assembly",
     "AssemblyError",
     "Doc",
+    "Fact",
     "Fold",
     "Pack",
     "PackedBundle",

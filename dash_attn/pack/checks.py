@@ -70,6 +70,7 @@ class Checked(IntEnum):
     HEADS = 4
 
 
+COPIED_BYTES = 2**20
 NUM_CHECKED = len(Checked)  # compiled loops cannot take the length of an enum
 
 
@@ -123,8 +124,22 @@ def _differing(assembly: Assembly) -> Iterator[str]:
     if not np.array_equal(given, assembly.chains):
         yield "chains"
     for name in ("runs", "contributors"):
-        if not np.array_equal(np.concatenate([getattr(each, name) for each in templates]), getattr(assembly, name)):
+        if not _is_joined([getattr(each, name) for each in templates], getattr(assembly, name)):
             yield name
+
+
+def _is_joined(parts: list[Int32], joined: Int32) -> bool:
+    """Whether a table is its parts, one after the other. Many small parts are compared at once, large ones are not
+    copied."""
+    if joined.nbytes < COPIED_BYTES:
+        return np.array_equal(np.concatenate(parts), joined)
+    begin = 0
+    for part in parts:
+        end = begin + len(part)
+        if not np.array_equal(joined[begin:end], part):
+            return False
+        begin = end
+    return begin == len(joined)
 
 
 def _before(counts: list[int], rows: list[int]) -> Int32:

@@ -30,21 +30,29 @@ COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # what numpy writes; 
 class Limits:
     """What a file may ask for.
 
-    With tiles of 64x128 the defaults hold panels of 4 q heads and 131,072 tokens, and windows in a million tokens. A
-    small file then takes less than 200 MB.
+    With tiles of 64x128 the defaults hold panels of 4 q heads and 131,072 tokens, and windows in half a million tokens.
+    A small file then takes less than 200 MB.
     """
 
     table_bytes: int = 2**26  # of the five tables together
-    tiles: int = 2**27  # of one plane
+    tiles: int = 2**26  # of one plane
     chains: int = 2**19
     sums: int = 2**23  # dQ tiles of all planes
     chain_visits: int = 2**20  # of one chain
     visits: int = 2**28  # of all runs: what the fingerprint unrolls
-    panel_tasks: int = 9 * 2**20  # of one panel: what `verify` holds in memory
+    panel_tasks: int = 2**23  # of one panel: what `verify` holds in memory
     tasks: int = 2**28  # of all chains: what `verify` plays through
 
 
 LIMITS = Limits()
+
+
+class OverLimit(ValueError):
+    """A file asks for more than a limit allows. It need not be damaged."""
+
+    def __init__(self, said: str, number: int, limit: str, limits: Limits) -> None:
+        allowed = f"the limit is {getattr(limits, limit)}: load(path, Limits({limit}={number})) allows it"
+        super().__init__(f"{said}, {allowed}")
 
 
 def save(program: Program, path: str | Path, extra: Mapping[str, npt.NDArray[Any]] | None = None) -> None:
@@ -94,6 +102,8 @@ def load(path: str | Path, limits: Limits = LIMITS) -> Program:
         program = Program(geometry, header["policy"], header["mask"], header["place"], **tables)
         if program.fingerprint != header["fingerprint"]:
             raise ValueError("its fingerprint names another order")
+    except OverLimit as error:
+        raise ValueError(f"{path} is over a limit: {error}") from error
     except Exception as error:
         raise ValueError(f"{path} {wrong}: {reason(error)}") from error
     return program
@@ -189,14 +199,14 @@ def read_array(archive: zipfile.ZipFile, name: str, most_bytes: int) -> npt.NDAr
 
 def check_geometry(geometry: Geometry, limits: Limits) -> None:
     asked = {
-        "tiles of a plane": (geometry.num_q * geometry.num_kv, limits.tiles),
-        "chains": (geometry.num_groups * geometry.num_kv, limits.chains),
-        "dQ tiles": (geometry.num_groups * geometry.group * max(1, geometry.num_q), limits.sums),
-        "visits of a chain": (geometry.group * geometry.num_q, limits.chain_visits),
+        "tiles of a plane": (geometry.num_q * geometry.num_kv, "tiles"),
+        "chains": (geometry.num_groups * geometry.num_kv, "chains"),
+        "dQ tiles": (geometry.num_groups * geometry.group * max(1, geometry.num_q), "sums"),
+        "visits of a chain": (geometry.group * geometry.num_q, "chain_visits"),
     }
-    for name, (number, most) in asked.items():
-        if number > most:
-            raise ValueError(f"its geometry has {number} {name}, the limit is {most}")
+    for name, (number, limit) in asked.items():
+        if number > getattr(limits, limit):
+            raise OverLimit(f"its geometry has {number} {name}", number, limit, limits)
 
 
 def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -> None:
@@ -206,7 +216,7 @@ def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -
         raise ValueError(f"a run has no task or more than {geometry.num_q}")
     visits = np.concatenate([[0], np.cumsum(length)])
     if visits[-1] > limits.visits:
-        raise ValueError(f"its runs have {visits[-1]} visits, the limit is {limits.visits}")
+        raise OverLimit(f"its runs have {visits[-1]} visits", int(visits[-1]), "visits", limits)
     first, count = (chains[:, column].astype(np.int64) for column in (Chain.FIRST_RUN, Chain.NUM_RUNS))
     if len(chains) and (min(first.min(), count.min()) < 0 or (first + count).max() > len(runs)):
         raise ValueError("a chain names runs that do not exist")
@@ -214,11 +224,11 @@ def check_runs(geometry: Geometry, chains: Int32, runs: Int32, limits: Limits) -
     if tasks.max(initial=0) > geometry.group * geometry.num_q:
         raise ValueError("a chain has more tasks than tiles")
     if tasks.sum() > limits.tasks:
-        raise ValueError(f"it has {tasks.sum()} tasks, the limit is {limits.tasks}")
+        raise OverLimit(f"it has {tasks.sum()} tasks", int(tasks.sum()), "tasks", limits)
     _, panel = np.unique(chains[:, [Chain.BATCH, Chain.KV_HEAD]], axis=0, return_inverse=True)
     most = int(np.bincount(panel.reshape(-1), tasks).max(initial=0))
     if most > limits.panel_tasks:
-        raise ValueError(f"a panel has {most} tasks, the limit is {limits.panel_tasks}")
+        raise OverLimit(f"a panel has {most} tasks", most, "panel_tasks", limits)
     begin, end = np.unique(np.stack([first, first + count], 1)[count > 0], axis=0).T
     if (begin[1:] < end[:-1]).any():
         raise ValueError("chains share some of their runs but not all")

@@ -58,16 +58,17 @@ def _last_needed(bundle: Numbers, sums: Sums, count: int) -> Longs | None:
     needed, starts = bundle.copy(), np.ones(len(bundle), bool)
     starts[1:] = bundle[1:] != bundle[:-1]
     for _ in range(PASSES):
-        more = _pass_on(needed, sums.task, sums.opens)
-        if not _pass_on(needed, None, starts) and not more:
+        more = _pass_on(needed, sums.task, sums.opens, count)
+        if not _pass_on(needed, None, starts, count) and not more:
             last = np.arange(count)
             last[bundle] = needed  # the last task of each bundle is written last, and needs most
             return last
     return None
 
 
-def _pass_on(needed: Numbers, order: Numbers | None, opens: Bools) -> bool:
-    """Give each task what the tasks before it in its sequence need. Returns whether any task needs more than before.
+def _pass_on(needed: Numbers, order: Numbers | None, opens: Bools, count: int) -> bool:
+    """Give each task what the tasks before it in its sequence need: a bundle, of `count` bundles. Returns whether any
+    task needs more than before.
 
     `order` goes through the tasks sequence by sequence. `opens` marks the first task of each sequence.
     """
@@ -81,7 +82,7 @@ def _pass_on(needed: Numbers, order: Numbers | None, opens: Bools) -> bool:
             new[0] = max(old[0], before)
         # Each sequence adds an offset above all numbers of its predecessor. So no maximum of a predecessor reaches
         # into it.
-        apart = np.cumsum(opens[some]) * len(needed)
+        apart = np.cumsum(opens[some]) * count
         new = np.maximum.accumulate(new + apart) - apart
         needed[tasks], before = new, int(new[-1])
         more |= bool((new != old).any())

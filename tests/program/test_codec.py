@@ -197,7 +197,7 @@ def test_run_lengths_are_checked_before_they_are_unrolled(damage: Any, tmp_path:
 @pytest.mark.parametrize("name", ["header", "runs", "tiles", "bundle_first"])
 def test_compressed_zeros_are_not_unpacked(name: str, tmp_path: Path) -> None:
     content = parts(sample(), tmp_path / "p.npz")
-    content["header"]["geometry"] |= {"len_q": 2**20, "len_k": 2**15}
+    content["header"]["geometry"] |= {"len_q": 2**13, "len_k": 2**13}
     zeros = np.zeros((6_000_000, 7), np.int32)
     with zipfile.ZipFile(tmp_path / "p.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         for each, value in content.items():
@@ -294,6 +294,36 @@ def test_a_small_file_does_not_ask_verify_for_much(groups: int, tmp_path: Path) 
         assert tracemalloc.get_traced_memory()[1] < 2e8
     finally:
         tracemalloc.stop()
+
+
+def test_a_small_file_at_its_limits_is_verified_in_little_memory(tmp_path: Path) -> None:
+    """The later kv tiles come first at every dQ tile, so that what a task needs passes through all of them."""
+    len_q, len_k, full = 2**20, 64, 8
+    tiles = np.array([(k, 0, len_q, 0) for k in range(full)], np.int32)
+    chains = np.array([(0, 0, k, min(k, full), int(k < full)) for k in range(len_k)], np.int32)
+    runs = np.array([(0, 0, 1, len_q, full - 1 - k, 0, 0) for k in range(full)], np.int32)
+    launch = np.arange(len_k + 1, dtype=np.int32)
+    geometry = Geometry(1, 1, 1, len_q, len_k, 1, 1)
+    limits = Limits()
+    assert (len_q * len_k, full * len_q) == (limits.tiles, limits.panel_tasks)
+    save(Program(geometry, "fa3", "full", "dealt", tiles, chains, runs, launch[:-1], launch), tmp_path / "p.npz")
+    assert (tmp_path / "p.npz").stat().st_size < 4000
+    tracemalloc.start()
+    try:
+        verify(load(tmp_path / "p.npz"))
+        assert tracemalloc.get_traced_memory()[1] < 2e8
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_error_over_a_limit_names_the_way_out(tmp_path: Path) -> None:
+    program = sample()
+    save(program, tmp_path / "p.npz")
+    tasks = program.num_tasks // program.geometry.num_groups
+    with pytest.raises(
+        ValueError, match=rf"is over a limit: .* load\(path, Limits\(panel_tasks={tasks}\)\) allows it$"
+    ):
+        load(tmp_path / "p.npz", Limits(panel_tasks=1))
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")

@@ -14,7 +14,8 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 
 from dash_attn.launch import compose
-from dash_attn.problem import CAUSAL, FULL, Problem
+from dash_attn.plan import plan
+from dash_attn.problem import CAUSAL, FULL, Problem, window
 from dash_attn.program import Chain, Program, Sequences
 from dash_attn.tiling import TileShape, tile
 from dash_attn.verify import TooFewWorkers, VerifyError, verify
@@ -271,10 +272,18 @@ def test_any_number_in_any_table(program: Program, data: st.DataObject) -> None:
 # ---- co-residency ------------------------------------------------------------------------------------------
 
 
+def test_bundles_without_tasks_count_no_workers() -> None:
+    """There are more bundles than tasks here: no query sees the last kv tiles."""
+    planned = plan(Problem(1, 1, 1, 4, 9, mask=window(0, 1)), TileShape(2, 1), "diagonal").program
+    verified = verify(dataclasses.replace(planned, launch=planned.launch[[1, 7, 8, 2, 5, 4, 0, 3, 6]]))
+    assert verified.co_resident == 2 and verified.rounds is not None
+    assert verified.rounds.tolist() == [1, 2, 2, 3, 4, 4, 4, 4, 4]
+
+
 @examples(300)
 @given(programs())
 def test_co_resident_is_exact(program: Program) -> None:
-    """So many bundles at once are enough, one fewer deadlocks, and verify says the same of workers."""
+    """This number of bundles at once is enough, one fewer deadlocks, and verify says the same of workers."""
     needed, sequences = verify(program).co_resident, Book.of(program).sequences()
     event(f"needs {needed}")
     assert finishes(sequences, max(needed, 1))

@@ -65,7 +65,7 @@ class CpuBackend:
         return workspace_bytes(plan, CpuConfig())
 
     def kv_sum_bytes(self, plan: Planned) -> int:
-        return pack_kv_sum_bytes(plan) if isinstance(plan, Pack) else kv_sum_bytes(plan)
+        return pack_kv_sum_bytes(plan, CpuConfig()) if isinstance(plan, Pack) else kv_sum_bytes(plan)
 
     def held(self, pack: Pack, options: Options) -> Held:
         return CpuHeld(pack, CpuConfig(**dict(options.kernel)))  # type: ignore[arg-type]

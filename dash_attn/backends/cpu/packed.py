@@ -19,6 +19,7 @@ from dash_attn.backends.cpu.threads import Job, run_jobs, without_grad
 from dash_attn.backends.sinks import write_sink_gradient, write_without_keys
 from dash_attn.kept import grown
 from dash_attn.pack import Pack
+from dash_attn.plan import Plan
 from dash_attn.problem import Panel
 
 
@@ -142,11 +143,17 @@ class CpuHeld:
 
 def pack_workspace_bytes(pack: Pack, config: CpuConfig) -> int:
     """Bytes of the panel that needs most, because panels run one after the other, and those of the panels together."""
-    return max((workspace_bytes(each, config) for each in pack.plans.values()), default=0) + _panel_sum_bytes(pack)
+    most = _largest(pack, config)
+    return (0 if most is None else workspace_bytes(most, config)) + _panel_sum_bytes(pack)
 
 
-def pack_kv_sum_bytes(pack: Pack) -> int:
-    return max(map(kv_sum_bytes, pack.plans.values()), default=0) + _panel_sum_bytes(pack)
+def pack_kv_sum_bytes(pack: Pack, config: CpuConfig) -> int:
+    most = _largest(pack, config)
+    return (0 if most is None else kv_sum_bytes(most)) + _panel_sum_bytes(pack)
+
+
+def _largest(pack: Pack, config: CpuConfig) -> Plan | None:
+    return max(pack.plans.values(), key=lambda each: workspace_bytes(each, config), default=None)
 
 
 def _panel_sum_bytes(pack: Pack) -> int:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from dash_attn.backends.base import Backward, Forward, Held, Options
-from dash_attn.pack import Assembly, Pack, Planned, assemble, needed_workers
+from dash_attn.pack import Assembly, Fact, Pack, Planned, assemble, needed_workers
 from dash_attn.plan import Plan, placement
 from dash_attn.problem import Problem, SequenceColumn
 from dash_attn.tiling import TileShape
@@ -81,9 +81,9 @@ class Sm90Backend:
     def kv_sum_bytes(self, plan: Planned) -> int:
         if not isinstance(plan, Pack):
             return _kv_sum_bytes(plan.problem) if plan.program.geometry.share > 1 else 0
-        if plan.problem.panels == 1:  # every panel has its own tiles
-            return sum(self.kv_sum_bytes(plan.plan_of(panel)) for panel in plan.panels)
-        # dK and dV have sums, whatever the order is. So a problem of a million tokens is not planned here.
+        # With ranges dK and dV have sums, whatever the order is. So a problem of a million tokens is not planned here.
+        if plan.problem.panels == 1 and not any(each.facts[Fact.SHARE] > 1 for each in plan.templates()):
+            return 0
         sizes = {kind: _kv_sum_bytes(alone) for kind, alone in plan.problems.items()}
         return sum(sizes[panel.kind] for panel in plan.panels)
 
@@ -126,7 +126,8 @@ def _held_launch(pack: Pack, options: Options, device: torch.device) -> tuple[La
     """The kernel of some panels, and their tables."""
     cfg = config_of(pack.problem, options)
     made = assemble(pack.problem, TileShape(cfg.tile_m, cfg.tile_n), pack.policy, pack.held)
-    return assembled_launch(pack, made, options, device), made
+    # The templates are checked, and are kept where other panels find them.
+    return assembled_launch(pack, made, options, device), replace(made, templates=())
 
 
 def assembled_launch(pack: Pack, made: Assembly, options: Options, device: torch.device) -> Launch:

@@ -1,7 +1,8 @@
 """A folder of machine code that this user alone can have written.
 
 What stands in a file is executed. So a file counts only if the folder and the file belong to this user, nobody else can
-write to them, nobody else can put another folder in their place, and the file's content has the checksum in its name.
+write to them, the folder is in no place where every user can rename it, and the file's content has the checksum in its
+name.
 Files appear by renaming, so processes can share a folder.
 """
 
@@ -129,7 +130,9 @@ def require_fixed(parent: Path) -> None:
     """
     mode = parent.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise Untrusted(f"others can rename what is in {parent}: chmod o-w {parent}, or chmod +t {parent}")
+        raise Untrusted(
+            f"others can rename what is in {parent}: chmod o-w {parent}, or name another folder in DASH_ATTN_CACHE_DIR"
+        )
 
 
 def require_whole(path: Path) -> None:

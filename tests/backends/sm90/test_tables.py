@@ -1,5 +1,7 @@
 """What is uploaded is the program: checked with the CPU as the device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +72,19 @@ def test_panels_have_sums_of_their_own(problem: Problem, monkeypatch):
     queries = [Problem(1, problem.heads_q, 1, panel.len_q, 0, problem.dim) for panel in problem.panel_list]
     assert sm90.kv_sum_bytes(Pack(problem, sm90.tile_shape)) == 4 * sums.numel()
     assert whole == 4 * sums.numel() + sum(sm90.workspace_bytes(plan(each, shape)) for each in queries)
+
+
+def test_a_pack_with_one_cut_document_has_sums_for_all_of_its_keys():
+    """The groups of the long document stay whole, and those of the short one are cut. One kernel runs both."""
+    sm90 = backend.Sm90Backend(torch.device("cuda"))
+    problem = Problem(1, 4, 1, 33068, 33068, 128, mask=CAUSAL & documents([0, 32768, 33068]))
+    cfg = replace(backend.config_of(problem), cut=True)
+    made = assemble(problem, TileShape(cfg.tile_m, cfg.tile_n))
+    assert made.sizes.cut
+    k = torch.empty(1, 33068, 1, 128, dtype=torch.bfloat16)
+    sums = kv_sums(cfg, k, len(made.kv_tiles)).kv_sum
+    pack = Pack(problem, sm90.tile_shape)
+    assert sm90.kv_sum_bytes(pack) == 4 * sums.numel() < sm90.workspace_bytes(pack)
 
 
 def test_the_panels_of_ranks_need_the_workspace_of_all_panels():
