@@ -23,8 +23,9 @@ class Difference:
 
     `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs as far as they were read.
     `generators` are random states that differ, with the step in which they first do. `settings` are those of optimizers
-    that differ in the step of an update that does. If `share` is not 1, this step has
-    read only this share of some tensors before the difference, and an earlier operation may be the one that differs.
+    that differ in the step of an update that does. `first_common` is the first step that both records have. If `share`
+    is not 1, this step has read only this share of some tensors before the difference, and an earlier operation may be
+    the one that differs.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class Difference:
     steps_equal: int
     generators: tuple[tuple[str, int], ...] = ()
     settings: tuple[str, ...] = ()
+    first_common: int = 0
     share: str = "1"
 
     @property
@@ -141,7 +143,8 @@ def shown(module: str) -> str:
 
 
 def _first(a: Record, b: Record) -> Difference | None:
-    for count, number in enumerate(common_steps(a, b)):
+    common = common_steps(a, b)
+    for count, number in enumerate(common):
         one, two = a.steps[number], b.steps[number]
         parting = _parting(one, two, (a.steps.get(number - 1), b.steps.get(number - 1)))
         if parting is None or _ends_early(a, b, number) or _ends_early(b, a, number):
@@ -153,7 +156,8 @@ def _first(a: Record, b: Record) -> Difference | None:
         parts = not all(step.is_whole(row) for step in (one, two) for row in step.rows[:index])
         generators = tuple(_generators(a, b, difference))
         settings = tuple(_settings(a.steps[number], b.steps[number])) if difference.topic in SETTLED else ()
-        return replace(difference, generators=generators, settings=settings, share=a.share if parts else "1")
+        share = a.share if parts else "1"
+        return replace(difference, generators=generators, settings=settings, first_common=common[0], share=share)
     return None
 
 
