@@ -164,6 +164,11 @@ class Watcher:
         """Has the optimizer a parameter of the model?"""
         return any(id(parameter) in self._owners for parameter in parameters_of(optimizer))
 
+    @property
+    def has_written(self) -> bool:
+        """Is a step in the file?"""
+        return self._written is not None
+
     def __enter__(self) -> Watcher:
         return self
 
