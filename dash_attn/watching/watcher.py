@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of, remove_from, share_of
 from dash_attn.watching.fingerprint import WHOLE, Share
-from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
+from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth, tell
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
 from dash_attn.watching.scope import Scope, ScopeOptions
 from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
@@ -339,7 +338,7 @@ class Watcher:
         if self._open.began and self.trains(optimizer):
             self._told_unknown = True
             told = "dash_attn.watch: an optimizer that it does not know changes the model, and ends no step"
-            warnings.warn(f"{told}: give it to watch, or call add_optimizer of the watcher", stacklevel=4)
+            tell(f"{told}: give it to watch, or call add_optimizer of the watcher")
 
     def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()

@@ -43,6 +43,21 @@ def test_a_replaced_optimizer_is_told_once(tmp_path: Path) -> None:
     assert sorted(record.steps) == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_replaced_optimizer_if_warnings_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint goes to standard error. Record and training continue."""
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with dash_attn.watch(model, optimizer=optimizers[0], to=tmp_path):
+        for optimizer in (optimizers[0], optimizers[1], optimizers[1], optimizers[0], optimizers[0]):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2]
+    err = capsys.readouterr().err
+    assert err.count(UNKNOWN) == 1 and err.count("\n") == 1
+
+
 def test_a_replaced_optimizer_that_is_given(tmp_path: Path) -> None:
     record, told = trained(tmp_path, lambda watcher, optimizer: watcher.add_optimizer(optimizer))
     assert not told and sorted(record.steps) == [0, 1, 2, 3, 4, 5]
@@ -62,7 +77,7 @@ class Outer(Optimizer):
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_an_optimizer_inside_another(tmp_path: Path, inner: bool) -> None:
+def test_an_optimizer_inside_another(tmp_path: Path, inner: bool, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(8, 8)
     optimizer = Outer(list(model.parameters()))
     given = optimizer.inner if inner else optimizer
@@ -72,10 +87,10 @@ def test_an_optimizer_inside_another(tmp_path: Path, inner: bool) -> None:
             for _ in range(3):
                 model(torch.ones(4, 8)).sum().backward()
                 optimizer.step()
-    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2]
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2] and not capsys.readouterr().err
 
 
-def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path) -> None:
+def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = [nn.Linear(8, 8) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with warnings.catch_warnings():
@@ -90,3 +105,4 @@ def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path) -> None:
         none.close()
         models[0](torch.ones(4, 8)).sum().backward()
         torch.optim.SGD(models[0].parameters(), lr=0.1).step()
+    assert not capsys.readouterr().err
