@@ -81,7 +81,7 @@ class Watcher:
         self._optimizers = list[Optimizer]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
-        self._gradients: list[Named] = []
+        self._gradients: dict[int, list[Named]] = {}  # of parameters, by the backward that gives them
         self._texts = Texts()
         self._open = OpenStep(scope.first_step, scope.one_in, self._texts)
         self._facts: Environment = {}
@@ -270,20 +270,22 @@ class Watcher:
             self._had_backward = True
             self._record("backward", named(module, gradient, name), self._open.whole)
             return
-        if not self._gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(Hook(self._guard, self._end_backward))
-        self._gradients.append((module, name, gradient))
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._gradients:
+            self._gradients[backward] = []
+            ended = Hook(self._guard, partial(self._end_backward, backward))
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+        self._gradients[backward].append((module, name, gradient))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, backward: int) -> None:
         """The gradients of all parameters, in one launch."""
-        self._had_backward, gradients = True, self._gradients
-        self._gradients = []
+        self._had_backward, gradients = True, self._gradients.pop(backward, [])
         flat = [each for module, name, gradient in gradients for each in named(module, gradient, name)]
         self._record("backward", flat, self._open.whole)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
-        self._gradients.clear()  # a backward that ended in an error has left them
+        self._gradients.clear()  # backwards that ended in an error have left them
         self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
             self._end_step()
