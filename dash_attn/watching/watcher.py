@@ -88,7 +88,8 @@ class Watcher:
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = False
-        self._updates = self._told_unknown = False  # does a given optimizer make its step; has one that is not given
+        self._told_unknown = False  # has an optimizer that is not given changed the model
+        self._updating: int | None = None  # frames on the stack when a given optimizer began its step
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
         self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
@@ -303,7 +304,7 @@ class Watcher:
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        self._updates = True
+        self._updating = stack_depth()
         if not self._recording:
             return
         gradients = list[Named]()
@@ -320,7 +321,7 @@ class Watcher:
                 self._open.record_host("setting", name, bits_of(value))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        last, self._updates = optimizer is self._optimizers[-1], False
+        last, self._updating = optimizer is self._optimizers[-1], None
         if self._recording:
             parameters = list[Named]()
             if last:
@@ -334,7 +335,10 @@ class Watcher:
 
     def _after_unknown_update(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer that replaces a given one does not end steps."""
-        if self._told_unknown or self._updates or not self._optimizers or optimizer in self._optimizers:
+        if self._told_unknown or not self._optimizers or optimizer in self._optimizers:
+            return
+        # It may be inside a given one. A step that ended in an error is over, and has no frames on the stack.
+        if self._updating is not None and stack_depth() > self._updating:
             return
         # A wrapper of a given optimizer ends after it, when the next step has not begun.
         if self._open.began and self.trains(optimizer):

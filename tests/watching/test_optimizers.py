@@ -58,6 +58,21 @@ def test_a_replaced_optimizer_if_warnings_are_errors(tmp_path: Path, capsys: pyt
     assert err.count(UNKNOWN) == 1 and err.count("\n") == 1
 
 
+def test_a_replaced_optimizer_after_a_step_that_ended_in_an_error(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+
+    def fail() -> float:
+        raise ValueError
+
+    with dash_attn.watch(model, optimizer=first, to=tmp_path):
+        with pytest.raises(ValueError):
+            first.step(fail)
+        model(torch.ones(4, 8)).sum().backward()
+        with pytest.warns(UserWarning, match=UNKNOWN):
+            second.step()
+
+
 def test_a_replaced_optimizer_that_is_given(tmp_path: Path) -> None:
     record, told = trained(tmp_path, lambda watcher, optimizer: watcher.add_optimizer(optimizer))
     assert not told and sorted(record.steps) == [0, 1, 2, 3, 4, 5]
@@ -73,20 +88,32 @@ class Outer(Optimizer):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
 
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
         self.inner.step()
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_an_optimizer_inside_another(tmp_path: Path, inner: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_optimizer_inside_another(
+    tmp_path: Path, inner: bool, closes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Linear(8, 8)
     optimizer = Outer(list(model.parameters()))
     given = optimizer.inner if inner else optimizer
+
+    def closure() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with dash_attn.watch(model, optimizer=given, to=tmp_path):
             for _ in range(3):
-                model(torch.ones(4, 8)).sum().backward()
-                optimizer.step()
+                if closes:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
     assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2] and not capsys.readouterr().err
 
 
