@@ -100,6 +100,16 @@ def settings_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
             if key != "params":
                 parts = value if isinstance(value, list | tuple) else (value,)
                 for index, part in enumerate(parts):
-                    if isinstance(part, int | float | Tensor):
+                    if isinstance(part, int | float | Tensor) and not is_beyond(part):
                         name = f"{key}[{index}]" if len(parts) > 1 else key
                         yield f"{name} of param group {place}", part
+
+
+def is_beyond(value: float | Tensor) -> bool:
+    """Is it a whole number that is too large for a float64?"""
+    try:
+        if isinstance(value, int):
+            float(value)
+    except OverflowError:
+        return True
+    return False

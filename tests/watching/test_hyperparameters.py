@@ -96,3 +96,17 @@ def test_the_same_arguments(tmp_path: Path) -> None:
     parting, reasons = difference(a, b)
     assert parting.topic == "update" and not parting.settings
     assert NAME not in [reason.name for reason in reasons]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**1024, 2**1024 - 1])
+def test_a_number_beyond_all_floats_is_left_out(
+    tmp_path: Path, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD([{"params": list(model.parameters()), "most": number, "more": 2**1000}], lr=0.1)
+
+    record = trained(tmp_path, make)
+    assert sorted(record.steps) == [0, 1, 2] and not capsys.readouterr().err
+    names = {row.tensor for row in record.steps[0].rows if row.phase == "setting"}
+    assert {"lr of param group 0", "more of param group 0"} <= names and "most of param group 0" not in names
