@@ -318,9 +318,8 @@ def _layout(text: bytes, names: dict[str, str]) -> Layout:
 def _row(row: Any, names: dict[str, str]) -> Row:
     phase, module, tensor, form, place = row
     texts, numbers = (phase, module, tensor), (form, place)
-    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
-        raise ValueError("a row of a layout is damaged")
-    if phase not in PHASES:
+    typed = all(isinstance(x, str) for x in texts) and all(type(x) is int and x >= 0 for x in numbers)
+    if not typed or phase not in PHASES:
         raise ValueError("a row of a layout is damaged")
     one = names.setdefault
     return Row(one(phase, phase), one(module, module), one(tensor, tensor), form, place)
