@@ -204,8 +204,12 @@ class Compared:
             "direction": first.direction,
             "module": first.row.module,
             "tensor": first.tensor,
+            "form": first.form,
+            "other_form": first.other_form,
             "operation": first.operation,
             "equal_inputs": list(first.inputs),
+            "settings": list(first.settings),
+            "steps_equal": first.steps_equal,
             "share": first.share,
             "topic": first.topic,
             "causes": [asdict(cause) for cause in self.causes],
@@ -283,7 +287,7 @@ def tell(runs: Compared) -> None:
         read = "" if first.is_sure else " in the part that was read"
         lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
     if first.settings:
-        more = ", ..." if len(first.settings) > 3 else ""
+        more = f", and {len(first.settings) - 3} more" if len(first.settings) > 3 else ""
         lines.append(f"  its settings      differ: {', '.join(first.settings[:3])}{more}")
     elif first.inputs and first.topic != "gradient":
         drawn = ", or the random numbers that it draws" if first.generators else ""

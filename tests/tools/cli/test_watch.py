@@ -119,6 +119,8 @@ def test_the_first_difference_is_told(folder: Path, capsys: pytest.CaptureFixtur
     facts = json.loads(out)
     assert code == 1
     assert (facts["same"], facts["step"], facts["tensor"], facts["topic"]) == (False, 2, "input", "data")
+    assert (facts["form"], facts["other_form"]) == ("float32 [3, 4]", "float32 [3, 4]")
+    assert (facts["settings"], facts["steps_equal"]) == ([], 2)
     assert {"name", "evidence", "advice", "seen"} == set(facts["causes"][0])
 
 
