@@ -117,9 +117,8 @@ def settings(question: Question) -> Iterator[Cause]:
 def hyperparameters(question: Question) -> Iterator[Cause]:
     """Inputs of the update that differ."""
     if given := question.difference.settings:
-        more = f", and {len(given) - 3} more" if len(given) > 3 else ""
+        evidence = f"{len(given)} setting{' differs' if len(given) == 1 else 's differ'}"
         advice = "give the optimizer and its schedule the same arguments in both runs"
-        evidence = f"{', '.join(given[:3])}{more}"
         yield Cause("another learning rate, betas or schedule", evidence, advice, seen=True)
 
 

@@ -35,6 +35,12 @@ def groups(*rates: float) -> Make:
     )
 
 
+def with_others(optimizer: Optimizer) -> Optimizer:
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.5
+    return optimizer
+
+
 def trained(to: Path, make: Make, schedule: Callable[[int], float] = lambda step: 1.0, **options: Any) -> Record:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -65,8 +71,8 @@ def trained(to: Path, make: Make, schedule: Callable[[int], float] = lambda step
 )
 def test_other_arguments_of_the_optimizer(tmp_path: Path, one: Make, other: Make, step: int, told: str) -> None:
     parting, reasons = difference(trained(tmp_path / "a", one), trained(tmp_path / "b", other))
-    assert (parting.step, parting.topic) == (step, "update")
-    assert (reasons[0].name, reasons[0].evidence, reasons[0].seen) == (NAME, told, True)
+    assert (parting.step, parting.topic, parting.settings) == (step, "update", (told,))
+    assert (reasons[0].name, reasons[0].evidence, reasons[0].seen) == (NAME, "1 setting differs", True)
 
 
 def test_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +81,21 @@ def test_another_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     tell(compared(tmp_path / "a", tmp_path / "b"))
     out = capsys.readouterr().out
     assert "The first difference is in step 1." in out and "direction         update" in out
-    assert "its settings      differ: lr of param group 0: 0.1 and 0.05" in out
+    assert "its settings      differ: lr of param group 0: 0.1 and 0.05\n" in out and out.count("0.05") == 1
     assert "the operation itself differs" not in out and f"! {NAME}" in out
+
+
+def test_many_settings_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report names three. `--json` has all of them."""
+    trained(tmp_path / "a", groups(0.1, 0.2))
+    trained(tmp_path / "b", lambda model: with_others(groups(0.3, 0.4)(model)))
+    runs = compared(tmp_path / "a", tmp_path / "b")
+    tell(runs)
+    out = capsys.readouterr().out
+    first = "lr of param group 0: 0.1 and 0.3, momentum of param group 0: 0 and 0.5, lr of param group 1: 0.2 and 0.4"
+    assert f"its settings      differ: {first}, and 1 more\n" in out and "4 settings differ\n" in out
+    last = "momentum of param group 1: 0 and 0.5"
+    assert runs.facts()["settings"] == [*first.split(", "), last] and last not in out
 
 
 def test_a_setting_that_changes_nothing_is_no_difference(tmp_path: Path) -> None:
