@@ -50,6 +50,19 @@ def test_a_compiled_function_with_a_backward(tmp_path: Path, backend: str, capsy
     assert first_difference([eager], [a]) is None or backend != "eager"
 
 
+def test_a_compiled_step_of_an_optimizer(tmp_path: Path) -> None:
+    """It has several graphs, also if it is not watched: torch refuses fullgraph=True there."""
+    torch.compiler.reset()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            step()
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1]
+
+
 def test_one_graph_is_refused_by_torch(tmp_path: Path) -> None:
     """docs/watch.md says so."""
     with pytest.raises(torch._dynamo.exc.Unsupported):
