@@ -22,7 +22,7 @@ from dash_attn.watching.fingerprint import WHOLE, Share
 from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth, tell
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
 from dash_attn.watching.scope import Scope, ScopeOptions
-from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
+from dash_attn.watching.tensors import KnownSettings, clean, is_layer, named, parameters_of, unwrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,7 +78,7 @@ class Watcher:
             remove_from(to, count)
         self._guard = Guard()
         self._gradient_hook = Hook(self._guard, self._gradient)
-        self._optimizers = list[Optimizer]()
+        self._optimizers, self._settings = list[Optimizer](), list[KnownSettings]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
         self._gradients: dict[int, list[Named]] = {}  # of parameters, by the backward that gives them
@@ -156,6 +156,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
+        self._settings.append(KnownSettings())
         before, after = (Hook(self._guard, method) for method in (self._before_update, self._after_update))
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
@@ -313,7 +314,7 @@ class Watcher:
             gradients += named(module, parameter.grad, f"gradient of {name}")
         self._record("reduce", gradients, self._open.whole)
         number = self._optimizers.index(optimizer)
-        for name, value in settings_of(optimizer):
+        for name, value in self._settings[number].changed(optimizer):
             name = f"{name} of optimizer {number}" if number else name
             if isinstance(value, Tensor):  # its value may be on a GPU
                 self._record("setting", named("", value, name), self._open.whole)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dash_attn
+from dash_attn.watching.difference import settings_of
 from dash_attn.watching.files import Record, load_run
 from dash_attn.watching.watcher import Watcher
 
@@ -76,8 +77,8 @@ def test_a_replaced_optimizer_after_a_step_that_ended_in_an_error(tmp_path: Path
 def test_a_replaced_optimizer_that_is_given(tmp_path: Path) -> None:
     record, told = trained(tmp_path, lambda watcher, optimizer: watcher.add_optimizer(optimizer))
     assert not told and sorted(record.steps) == [0, 1, 2, 3, 4, 5]
-    settings = {row.tensor for row in record.steps[5].rows if row.phase == "setting"}
-    assert "lr of param group 0 of optimizer 1" in settings
+    name = "lr of param group 0 of optimizer 1"
+    assert settings_of(record, 3)[name] == settings_of(record, 5)[name] and name not in settings_of(record, 2)
 
 
 class Outer(Optimizer):
