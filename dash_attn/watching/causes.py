@@ -64,10 +64,14 @@ def causes(difference: Difference, a: Environment, b: Environment) -> list[Cause
 
 def beginning(question: Question) -> Iterator[Cause]:
     for name, step in question.difference.generators:
+        # Python and numpy seed themselves by chance: only a script that draws from them has to seed them.
+        own = name.startswith("torch")
         if step == 0:
-            # Python and numpy seed themselves by chance: only a script that draws from them has to seed them.
-            own = name.startswith("torch")
             yield Cause("a seed", f"the random state of {name} differs from the start", "seed it alike", seen=own)
+        elif step == question.difference.first_common:
+            evidence = f"that of {name} differs in step {step}, the first one of both records"
+            advice = "load it from the checkpoint; if neither run was resumed, seed it alike and record earlier steps"
+            yield Cause("a random state that was not loaded", evidence, advice, seen=own)
         else:
             advice = "look for code that draws in one run and not in the other, or another number of times"
             yield Cause("random draws", f"the random state of {name} differs from step {step} on", advice, seen=True)
@@ -113,18 +117,23 @@ def settings(question: Question) -> Iterator[Cause]:
 def hyperparameters(question: Question) -> Iterator[Cause]:
     """Inputs of the update that differ."""
     if given := question.difference.settings:
-        more = f", and {len(given) - 3} more" if len(given) > 3 else ""
+        evidence = f"{len(given)} setting{' differs' if len(given) == 1 else 's differ'}"
         advice = "give the optimizer and its schedule the same arguments in both runs"
-        evidence = f"{', '.join(given[:3])}{more}"
         yield Cause("another learning rate, betas or schedule", evidence, advice, seen=True)
 
 
 def resumed(question: Question) -> Iterator[Cause]:
-    """The state of an optimizer is recorded after an update only."""
+    """What a run that goes on from a checkpoint may not have loaded. For random states see `beginning`."""
     difference = question.difference
-    if difference.topic == "update" and difference.step > 0 and difference.steps_equal == 0:
+    if not 0 < difference.step == difference.first_common:
+        return
+    if difference.topic == "update":  # after which alone the state of an optimizer is recorded
         advice = "load it from the checkpoint, or record the step before in both runs"
         yield Cause("the state of the optimizer", "before the first common step it is not compared", advice)
+    if difference.topic == "earlier":
+        evidence = f"they differ before step {difference.step}, the first one of both records"
+        advice = "if a run was resumed: load all of them, from the checkpoint of the other run, and do not change them"
+        yield Cause("weights or buffers that were not loaded", evidence, advice)
 
 
 def operations(question: Question) -> Iterator[Cause]:
@@ -174,11 +183,11 @@ def reductions(question: Question) -> Iterator[Cause]:
 
 
 QUESTIONS: tuple[Callable[[Question], Iterator[Cause]], ...] = (
+    resumed,
     beginning,
     data,
     structure,
     hyperparameters,
-    resumed,
     settings,
     reductions,
     operations,

@@ -13,6 +13,7 @@ from dash_attn.watching.files import Record, Row, Step, number_of
 
 EQUAL, DIFFERS, MISSING = 0, 1, 2
 State = npt.NDArray[np.int8]
+Settings = dict[str, tuple[str, int]]  # by name: the value in words and in bits. That of a tensor is not in the record
 SETTLED = ("update", "earlier")  # topics of what an update has computed, here or in a step that is not recorded
 PASSES = ("data", "script", "forward", "recompute")  # phases whose rows are inputs and outputs of modules
 
@@ -23,8 +24,9 @@ class Difference:
 
     `topic` sorts the causes. `inputs` are the recorded inputs, equal in both runs as far as they were read.
     `generators` are random states that differ, with the step in which they first do. `settings` are those of optimizers
-    that differ in the step of an update that does. If `share` is not 1, this step has
-    read only this share of some tensors before the difference, and an earlier operation may be the one that differs.
+    that differ in the step of an update that does. `first_common` is the first step that both records have. If `share`
+    is not 1, this step has read only this share of some tensors before the difference, and an earlier operation may be
+    the one that differs.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Difference:
     steps_equal: int
     generators: tuple[tuple[str, int], ...] = ()
     settings: tuple[str, ...] = ()
+    first_common: int = 0
     share: str = "1"
 
     @property
@@ -141,7 +144,8 @@ def shown(module: str) -> str:
 
 
 def _first(a: Record, b: Record) -> Difference | None:
-    for count, number in enumerate(common_steps(a, b)):
+    common = common_steps(a, b)
+    for count, number in enumerate(common):
         one, two = a.steps[number], b.steps[number]
         parting = _parting(one, two, (a.steps.get(number - 1), b.steps.get(number - 1)))
         if parting is None or _ends_early(a, b, number) or _ends_early(b, a, number):
@@ -152,32 +156,43 @@ def _first(a: Record, b: Record) -> Difference | None:
             difference = _between(difference, recorded=number - 1 in a.steps and number - 1 in b.steps)
         parts = not all(step.is_whole(row) for step in (one, two) for row in step.rows[:index])
         generators = tuple(_generators(a, b, difference))
-        settings = tuple(_settings(a.steps[number], b.steps[number])) if difference.topic in SETTLED else ()
-        return replace(difference, generators=generators, settings=settings, share=a.share if parts else "1")
+        settings = (
+            tuple(_settings(settings_of(a, number), settings_of(b, number))) if difference.topic in SETTLED else ()
+        )
+        share = a.share if parts else "1"
+        return replace(difference, generators=generators, settings=settings, first_common=common[0], share=share)
     return None
 
 
 def _parting(one: Step, two: Step, before: tuple[Step | None, Step | None]) -> tuple[Step, Step, int] | None:
     """The first row of a step that the other step does not have, or has with another value: of the first rows of both
     steps, the earlier one. `before` are the steps before them."""
-    firsts = list[tuple[tuple[int, bool, Sequence[str | int]], Step, Step]]()
+    firsts = list[tuple[tuple[int, bool, Sequence[str | int]], Step, Step, int]]()
     for mine, other, last in ((one, two, before[1]), (two, one, before[0])):
         state = states(mine, other, last)
         if state.any():
             index = int(np.flatnonzero(state)[0])
+            place = sum(row.phase != "setting" for row in mine.rows[:index])
             # At one place, a row that is missing in the other step comes before a row that differs.
-            firsts.append(((index, state[index] != MISSING, mine.rows[index][:3]), mine, other))
+            firsts.append(((place, state[index] != MISSING, mine.rows[index][:3]), mine, other, index))
     if not firsts:
         return None
-    (index, *_), mine, other = min(firsts, key=lambda each: each[0])
-    return mine, other, index
+    return min(firsts, key=lambda each: each[0])[1:]
 
 
 def _ends_early(a: Record, b: Record, number: int) -> bool:
     """Has run `b` ended in the middle of this step, with nothing that differs before?"""
     one, two = a.steps[number], b.steps[number]
-    begins = list(keys(one))[: len(two.rows)] == list(keys(two))
-    return number == max(b.steps) and begins and not states(two, one, a.steps.get(number - 1)).any()
+    # A step has all weights and settings if it is the first of its record, else those that have changed.
+    changed = ("start", "setting")
+    mine, other = ([key for key in keys(step) if key[0] not in changed] for step in (one, two))
+    started = states(one, two, b.steps.get(number - 1))[[row.phase == "start" for row in one.rows]]
+    return (
+        number == max(b.steps)
+        and mine[: len(other)] == other
+        and not started.any()
+        and not states(two, one, a.steps.get(number - 1)).any()
+    )
 
 
 def _between(difference: Difference, recorded: bool) -> Difference:
@@ -206,22 +221,26 @@ def _generators(a: Record, b: Record, difference: Difference) -> Iterator[tuple[
             yield name, number
 
 
-def _settings(one: Step, two: Step) -> Iterator[str]:
+def _settings(mine: Settings, other: Settings) -> Iterator[str]:
     """Settings of optimizers that differ, with their values."""
-    mine, other = _settings_of(one), _settings_of(two)
     for name in {**mine, **other}:
         a, b = mine.get(name, ("not set", 0)), other.get(name, ("not set", 0))
         if a != b:
             yield f"{name}: {'not equal' if a[0] == b[0] else f'{a[0]} and {b[0]}'}"
 
 
-def _settings_of(step: Step) -> dict[str, tuple[str, int]]:
-    """By name: the value in words and in bits. The value of a tensor is not in the record."""
-    settings = dict[str, tuple[str, int]]()
-    for row in step.rows:
-        if row.phase == "setting":
-            bits = int(step.values[row.place])
-            settings[row.tensor] = "a tensor" if step.form(row) else repr(number_of(bits)).removesuffix(".0"), bits
+def settings_of(record: Record, number: int) -> Settings:
+    """Settings of the optimizers in a step. The record has those that were not the same in its step before."""
+    settings, rows = Settings(), dict[int, list[Row]]()  # rows by layout, which many steps share
+    for each in sorted(record.steps):
+        if each <= number:
+            step = record.steps[each]
+            if id(step.rows) not in rows:
+                rows[id(step.rows)] = [row for row in step.rows if row.phase == "setting"]
+            for row in rows[id(step.rows)]:
+                bits = int(step.values[row.place])
+                text = "a tensor" if step.form(row) else repr(number_of(bits)).removesuffix(".0")
+                settings[row.tensor] = text, bits
     return settings
 
 

@@ -8,9 +8,10 @@ A file is a signature and frames. A frame has a kind, a size and a checksum, the
 
 `form` and `place` of a row are places in the forms and the values of a step. The form of a tensor of which only a
 share was read ends with this share, as in `float32 [4096, 1024], 1/4 read`. A value that the host had has an empty
-form: it is a digest of a random state, or the bits of a float64 that is a setting of an optimizer. Most steps have
-the layout of the step before, also if the length of sequences changes. So a step costs little more than 8 bytes for
-each tensor. Steps are appended, and a run that was killed leaves a file whose last frame may be cut off.
+form: it is a digest of a random state, or the bits of a float64 that is a setting of an optimizer. A step has a row
+for a setting only if it is not that of the step before in the file. Most steps have the layout of the step before,
+also if the length of sequences changes. So a step costs little more than 8 bytes for each tensor. Steps are appended,
+and a run that was killed leaves a file whose last frame may be cut off.
 """
 
 from __future__ import annotations
@@ -318,9 +319,8 @@ def _layout(text: bytes, names: dict[str, str]) -> Layout:
 def _row(row: Any, names: dict[str, str]) -> Row:
     phase, module, tensor, form, place = row
     texts, numbers = (phase, module, tensor), (form, place)
-    if not all(isinstance(x, str) for x in texts) or not all(type(x) is int and x >= 0 for x in numbers):
-        raise ValueError("a row of a layout is damaged")
-    if phase not in PHASES:
+    typed = all(isinstance(x, str) for x in texts) and all(type(x) is int and x >= 0 for x in numbers)
+    if not typed or phase not in PHASES:
         raise ValueError("a row of a layout is damaged")
     one = names.setdefault
     return Row(one(phase, phase), one(module, module), one(tensor, tensor), form, place)

@@ -33,8 +33,15 @@ class Guard:
     def stop(self, error: Exception) -> None:
         if not self.stopped:
             self.stopped = True
-            told = f"dash_attn.watch stops, and the training continues: {type(error).__name__}: {error}"
-            warnings.warn(told, stacklevel=3)
+            tell(f"dash_attn.watch stops, and the training continues: {type(error).__name__}: {error}")
+
+
+def tell(text: str) -> None:
+    """Warn. If warnings are errors, write to standard error: a hint ends neither the record nor the training."""
+    try:
+        warnings.warn(text, stacklevel=5)
+    except Warning:
+        print(text, file=sys.stderr)
 
 
 GUARDS = WeakSet[Guard]()

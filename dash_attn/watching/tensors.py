@@ -16,6 +16,7 @@ from dash_attn.watching.recording import Named
 
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 PLAIN = (Tensor, nn.Parameter)
+NUMBERS = frozenset({float, int, bool})
 STRIDED = torch.strided
 
 
@@ -93,13 +94,44 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def settings_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """The numbers and tensors in the param groups of an optimizer, by name: learning rates, betas and the like."""
-    for place, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key != "params":
-                parts = value if isinstance(value, list | tuple) else (value,)
+class KnownSettings:
+    """The numbers and tensors in the param groups of an optimizer that are already recorded: learning rates, betas and
+    the like. A model may have a group for each parameter, so texts are made only for what has changed."""
+
+    def __init__(self) -> None:
+        self._groups: list[dict[str, Any]] = []
+
+    def changed(self, optimizer: Optimizer) -> Iterator[tuple[str, float | Tensor]]:
+        """Numbers that were others in the last call, by name, and all tensors: code may write to them."""
+        for place, group in enumerate(optimizer.param_groups):
+            if place == len(self._groups):
+                self._groups.append({})
+            known, parts = self._groups[place], tuple[float | Tensor | None, ...]()
+            for key, value in group.items():
+                if value is None or key == "params":
+                    continue
+                if type(value) in NUMBERS:
+                    if key in known and known[key] == value:
+                        continue
+                    parts, known[key] = (value,), value
+                else:
+                    given = value if isinstance(value, list | tuple) else (value,)
+                    parts = tuple(part if isinstance(part, int | float | Tensor) else None for part in given)
+                    plain = not any(isinstance(part, Tensor) for part in parts)  # else == may wait for a GPU
+                    if plain and known.get(key) == parts:
+                        continue
+                    known[key] = parts if plain else None
                 for index, part in enumerate(parts):
-                    if isinstance(part, int | float | Tensor):
+                    if part is not None and not is_beyond(part):
                         name = f"{key}[{index}]" if len(parts) > 1 else key
                         yield f"{name} of param group {place}", part
+
+
+def is_beyond(value: float | Tensor) -> bool:
+    """Is it a whole number that is too large for a float64?"""
+    try:
+        if isinstance(value, int):
+            float(value)
+    except OverflowError:
+        return True
+    return False

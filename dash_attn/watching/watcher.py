@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -20,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dash_attn.watching import environment
 from dash_attn.watching.files import Environment, Step, Writer, bits_of, path_of, remove_from, share_of
 from dash_attn.watching.fingerprint import WHOLE, Share
-from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth
+from dash_attn.watching.hooks import Guard, Hook, compile_again, is_unreal, recomputes, stack_depth, tell
 from dash_attn.watching.recording import Named, OpenStep, Reads, Seen, Texts, version
 from dash_attn.watching.scope import Scope, ScopeOptions
-from dash_attn.watching.tensors import clean, is_layer, named, parameters_of, settings_of, unwrapped
+from dash_attn.watching.tensors import KnownSettings, clean, is_layer, named, parameters_of, unwrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,17 +78,18 @@ class Watcher:
             remove_from(to, count)
         self._guard = Guard()
         self._gradient_hook = Hook(self._guard, self._gradient)
-        self._optimizers = list[Optimizer]()
+        self._optimizers, self._settings = list[Optimizer](), list[KnownSettings]()
         self._handles: list[Any] = []
         self._pending: deque[OpenStep] = deque()
-        self._gradients: list[Named] = []
+        self._gradients: dict[int, list[Named]] = {}  # of parameters, by the backward that gives them
         self._texts = Texts()
         self._open = OpenStep(scope.first_step, scope.one_in, self._texts)
         self._facts: Environment = {}
         self._written: tuple[OpenStep, Step] | None = None
         self._distributed = environment.distributed()
         self._active = self._continued = self._had_backward = False
-        self._updates = self._told_unknown = False  # does a given optimizer make its step; has one that is not given
+        self._told_unknown = False  # has an optimizer that is not given changed the model
+        self._updating: int | None = None  # frames on the stack when a given optimizer began its step
         self._inside: list[nn.Module] = []  # modules whose forwards run, inside each other
         self._started = 0  # frames on the stack when the model was called from outside
         self._leaves: list[Any] = []  # hooks on tensors that may live longer than the step
@@ -156,6 +156,7 @@ class Watcher:
         if not self.trains(optimizer):
             raise ValueError("the optimizer has no parameter of the model: make it after the model is wrapped")
         self._optimizers.append(optimizer)
+        self._settings.append(KnownSettings())
         before, after = (Hook(self._guard, method) for method in (self._before_update, self._after_update))
         self._handles.append(optimizer.register_step_pre_hook(before))
         self._handles.append(optimizer.register_step_post_hook(after))
@@ -163,6 +164,11 @@ class Watcher:
     def trains(self, optimizer: Optimizer) -> bool:
         """Has the optimizer a parameter of the model?"""
         return any(id(parameter) in self._owners for parameter in parameters_of(optimizer))
+
+    @property
+    def has_written(self) -> bool:
+        """Is a step in the file?"""
+        return self._written is not None
 
     def __enter__(self) -> Watcher:
         return self
@@ -266,20 +272,22 @@ class Watcher:
             self._had_backward = True
             self._record("backward", named(module, gradient, name), self._open.whole)
             return
-        if not self._gradients:
-            torch.autograd.Variable._execution_engine.queue_callback(Hook(self._guard, self._end_backward))
-        self._gradients.append((module, name, gradient))
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._gradients:
+            self._gradients[backward] = []
+            ended = Hook(self._guard, partial(self._end_backward, backward))
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+        self._gradients[backward].append((module, name, gradient))
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, backward: int) -> None:
         """The gradients of all parameters, in one launch."""
-        self._had_backward, gradients = True, self._gradients
-        self._gradients = []
+        self._had_backward, gradients = True, self._gradients.pop(backward, [])
         flat = [each for module, name, gradient in gradients for each in named(module, gradient, name)]
         self._record("backward", flat, self._open.whole)
 
     def _begin(self) -> None:
         """At the start of an outermost forward."""
-        self._gradients.clear()  # a backward that ended in an error has left them
+        self._gradients.clear()  # backwards that ended in an error have left them
         self._distributed = environment.distributed()
         if self._had_backward and not self._optimizers:
             self._end_step()
@@ -297,7 +305,7 @@ class Watcher:
             self._open.record_host("random", name, value)
 
     def _before_update(self, optimizer: Optimizer, *_: object) -> None:
-        self._updates = True
+        self._updating = stack_depth()
         if not self._recording:
             return
         gradients = list[Named]()
@@ -306,7 +314,7 @@ class Watcher:
             gradients += named(module, parameter.grad, f"gradient of {name}")
         self._record("reduce", gradients, self._open.whole)
         number = self._optimizers.index(optimizer)
-        for name, value in settings_of(optimizer):
+        for name, value in self._settings[number].changed(optimizer):
             name = f"{name} of optimizer {number}" if number else name
             if isinstance(value, Tensor):  # its value may be on a GPU
                 self._record("setting", named("", value, name), self._open.whole)
@@ -314,7 +322,7 @@ class Watcher:
                 self._open.record_host("setting", name, bits_of(value))
 
     def _after_update(self, optimizer: Optimizer, *_: object) -> None:
-        last, self._updates = optimizer is self._optimizers[-1], False
+        last, self._updating = optimizer is self._optimizers[-1], None
         if self._recording:
             parameters = list[Named]()
             if last:
@@ -328,13 +336,16 @@ class Watcher:
 
     def _after_unknown_update(self, optimizer: Optimizer, *_: object) -> None:
         """An optimizer that replaces a given one does not end steps."""
-        if self._told_unknown or self._updates or not self._optimizers or optimizer in self._optimizers:
+        if self._told_unknown or not self._optimizers or optimizer in self._optimizers:
+            return
+        # It may be inside a given one. A step that ended in an error is over, and has no frames on the stack.
+        if self._updating is not None and stack_depth() > self._updating:
             return
         # A wrapper of a given optimizer ends after it, when the next step has not begun.
         if self._open.began and self.trains(optimizer):
             self._told_unknown = True
             told = "dash_attn.watch: an optimizer that it does not know changes the model, and ends no step"
-            warnings.warn(f"{told}: give it to watch, or call add_optimizer of the watcher", stacklevel=4)
+            tell(f"{told}: give it to watch, or call add_optimizer of the watcher")
 
     def _state_of(self, optimizer: Optimizer) -> list[Named]:
         state, scalars = list[Named](), dict[tuple[str, torch.dtype, torch.device], list[Tensor]]()

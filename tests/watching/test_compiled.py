@@ -40,13 +40,27 @@ def trained(to: Path, compiled: Callable[[Step], Step]) -> Record:
 
 @pytest.mark.filterwarnings("error:dash_attn.watch stops")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_with_a_backward(tmp_path: Path, backend: str) -> None:
+def test_a_compiled_function_with_a_backward(tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     eager = trained(tmp_path / "eager", lambda step: step)
     a, b = (trained(tmp_path / name, lambda step: torch.compile(step, backend=backend)) for name in "ab")
     assert sorted(a.steps) == [0, 1, 2] and first_difference([a], [b]) is None
+    assert "dash_attn.watch stops" not in capsys.readouterr().err
     keys = [{row[:3] for row in record.steps[1].rows} for record in (eager, a)]
     assert keys[0] == keys[1]
     assert first_difference([eager], [a]) is None or backend != "eager"
+
+
+def test_a_compiled_step_of_an_optimizer(tmp_path: Path) -> None:
+    """It has several graphs, also if it is not watched: torch refuses fullgraph=True there."""
+    torch.compiler.reset()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, backend="eager")
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        for _ in range(2):
+            model(torch.ones(4, 8)).sum().backward()
+            step()
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1]
 
 
 def test_one_graph_is_refused_by_torch(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -77,3 +78,29 @@ def test_a_gradient_that_changes_after_its_backward(tmp_path: Path) -> None:
     parting = first(trained(tmp_path / "a", 1), trained(tmp_path / "b", 1, clipped))
     assert (parting.topic, parting.direction) == ("reduce", "between backward and update")
     assert parting.operation == "what changes the gradient of weight of 0 between backward and update"
+
+
+def test_a_backward_after_one_that_ended_in_an_error(tmp_path: Path) -> None:
+    """There is no forward between the two."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    errors = [ValueError()]
+
+    def stop(gradient: Tensor) -> None:
+        if errors:
+            raise errors.pop()
+
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        hidden = model[0](torch.ones(4, 8))
+        hidden.register_hook(stop)
+        loss = model[1](hidden).sum()
+        with pytest.raises(ValueError):
+            loss.backward(retain_graph=True)
+        assert model[1].weight.grad is not None and model[0].weight.grad is None
+        loss.backward()
+        optimizer.step()
+    (record,) = load_run(tmp_path)
+    gradients = [f"{row.module}.{row.tensor}" for row in record.steps[0].rows if row.phase == "backward"]
+    parameters = [name for name, _ in model.named_parameters()]
+    assert sorted(name for name in gradients if name in parameters) == sorted(parameters)

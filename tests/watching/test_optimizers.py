@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dash_attn
+from dash_attn.watching.difference import settings_of
 from dash_attn.watching.files import Record, load_run
 from dash_attn.watching.watcher import Watcher
 
@@ -43,11 +44,41 @@ def test_a_replaced_optimizer_is_told_once(tmp_path: Path) -> None:
     assert sorted(record.steps) == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_replaced_optimizer_if_warnings_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hint goes to standard error. Record and training continue."""
+    model = nn.Linear(8, 8)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with dash_attn.watch(model, optimizer=optimizers[0], to=tmp_path):
+        for optimizer in (optimizers[0], optimizers[1], optimizers[1], optimizers[0], optimizers[0]):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2]
+    err = capsys.readouterr().err
+    assert err.count(UNKNOWN) == 1 and err.count("\n") == 1
+
+
+def test_a_replaced_optimizer_after_a_step_that_ended_in_an_error(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+
+    def fail() -> float:
+        raise ValueError
+
+    with dash_attn.watch(model, optimizer=first, to=tmp_path):
+        with pytest.raises(ValueError):
+            first.step(fail)
+        model(torch.ones(4, 8)).sum().backward()
+        with pytest.warns(UserWarning, match=UNKNOWN):
+            second.step()
+
+
 def test_a_replaced_optimizer_that_is_given(tmp_path: Path) -> None:
     record, told = trained(tmp_path, lambda watcher, optimizer: watcher.add_optimizer(optimizer))
     assert not told and sorted(record.steps) == [0, 1, 2, 3, 4, 5]
-    settings = {row.tensor for row in record.steps[5].rows if row.phase == "setting"}
-    assert "lr of param group 0 of optimizer 1" in settings
+    name = "lr of param group 0 of optimizer 1"
+    assert settings_of(record, 3)[name] == settings_of(record, 5)[name] and name not in settings_of(record, 2)
 
 
 class Outer(Optimizer):
@@ -58,24 +89,36 @@ class Outer(Optimizer):
         self.inner = torch.optim.SGD(parameters, lr=0.1)
 
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            closure()
         self.inner.step()
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_an_optimizer_inside_another(tmp_path: Path, inner: bool) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_optimizer_inside_another(
+    tmp_path: Path, inner: bool, closes: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Linear(8, 8)
     optimizer = Outer(list(model.parameters()))
     given = optimizer.inner if inner else optimizer
+
+    def closure() -> None:
+        model(torch.ones(4, 8)).sum().backward()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with dash_attn.watch(model, optimizer=given, to=tmp_path):
             for _ in range(3):
-                model(torch.ones(4, 8)).sum().backward()
-                optimizer.step()
-    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2]
+                if closes:
+                    optimizer.step(closure)
+                else:
+                    closure()
+                    optimizer.step()
+    assert sorted(load_run(tmp_path)[0].steps) == [0, 1, 2] and not capsys.readouterr().err
 
 
-def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path) -> None:
+def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = [nn.Linear(8, 8) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     with warnings.catch_warnings():
@@ -90,3 +133,4 @@ def test_optimizers_of_other_models_and_of_no_watcher(tmp_path: Path) -> None:
         none.close()
         models[0](torch.ones(4, 8)).sum().backward()
         torch.optim.SGD(models[0].parameters(), lr=0.1).step()
+    assert not capsys.readouterr().err

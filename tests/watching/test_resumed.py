@@ -62,6 +62,48 @@ def test_a_state_of_the_optimizer_that_is_not_loaded(tmp_path: Path, whole: Reco
     assert reasons[0].name == "the state of the optimizer"
 
 
+def test_weights_that_are_changed_after_loading(tmp_path: Path, whole: Record) -> None:
+    _, (model, state) = trained(tmp_path / "first", range(3))
+    model = {**model, "weight": model["weight"] * 1.5}
+    second, _ = trained(tmp_path / "second", range(3, 6), (model, state), first_step=3)
+    for pair in ((whole, second), (second, whole)):
+        parting, reasons = difference(*pair)
+        assert (parting.step, parting.first_common, parting.topic, parting.tensor) == (3, 3, "earlier", "weight")
+        assert reasons[0].name == "weights or buffers that were not loaded" and "checkpoint" in reasons[0].advice
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_random_state_that_is_not_loaded(tmp_path: Path, restored: bool) -> None:
+    """Step 3 is the first step of both records: nothing has drawn in one run and not in the other since."""
+
+    def run(to: Path, steps: range, given: Any = None, **options: Any) -> tuple[Record, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if given is not None:
+            model.load_state_dict(given[0])
+            if restored:
+                torch.set_rng_state(given[1])
+        with dash_attn.watch(model, optimizer=optimizer, to=to, **options):
+            for _ in steps:
+                model(torch.randn(4, 8)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return load_run(to)[0], (model.state_dict(), torch.get_rng_state())
+
+    record, _ = run(tmp_path / "whole", range(6))
+    _, state = run(tmp_path / "first", range(3))
+    second, _ = run(tmp_path / "second", range(3, 6), state, first_step=3)
+    if restored:
+        assert first_difference([record], [second]) is None
+        return
+    parting, reasons = difference(record, second)
+    assert (parting.step, parting.topic, parting.generators) == (3, "data", (("torch on the CPU", 3),))
+    assert reasons[0].name == "a random state that was not loaded" and reasons[0].seen
+    assert "checkpoint" in reasons[0].advice
+    assert not {"random draws", "a seed"} & {reason.name for reason in reasons}
+
+
 @pytest.mark.parametrize("number", [-1, 2**32, 1.5])
 def test_a_number_of_a_step_that_is_refused(tmp_path: Path, number: Any) -> None:
     with pytest.raises(ValueError, match="first_step"):

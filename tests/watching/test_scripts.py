@@ -349,6 +349,36 @@ def test_a_tensor_of_several_steps(tmp_path: Path) -> None:
     assert [rows(step, "backward").count(":input") for step in load_run(tmp_path)[0].steps.values()] == [1, 1, 1]
 
 
+def test_weights_changed_before_the_step_in_which_a_run_ended(tmp_path: Path) -> None:
+    """Only one run changes them, and the other has no forward after it that could show it."""
+
+    def run(to: Path, changes: bool) -> Record:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dash_attn.watch(model, optimizer=optimizer, to=to):
+            model(x()).sum().backward()
+            optimizer.step()
+            if changes:
+                with torch.no_grad():
+                    model.weight.mul_(2)
+                model(torch.ones(4, 8)).sum().backward()
+                optimizer.step()
+            else:
+                model.forward = fail  # type: ignore[method-assign, assignment]
+                with suppress(ValueError):
+                    model(torch.ones(4, 8))
+        return load_run(to)[0]
+
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError
+
+    changed, ended = run(tmp_path / "a", True), run(tmp_path / "b", False)
+    for pair in ((changed, ended), (ended, changed)):
+        parting = first_difference([pair[0]], [pair[1]])
+        assert parting is not None and (parting.step, parting.tensor, parting.topic) == (1, "weight", "between")
+
+
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_run_that_ended_in_the_middle_of_a_step(tmp_path: Path, last: int) -> None:
     """The step is compared up to its end. What it does not have is no difference."""

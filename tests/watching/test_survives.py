@@ -305,6 +305,24 @@ def test_an_error_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wher
     assert not load(tmp_path / "rank0.watch").steps
 
 
+@pytest.mark.filterwarnings("error")
+def test_an_error_if_warnings_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("anywhere")
+
+    monkeypatch.setattr(Watcher, "_before_update", fail)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dash_attn.watch(model, optimizer=optimizer, to=tmp_path):
+        for _ in range(2):
+            model(x()).sum().backward()
+            optimizer.step()
+    err = capsys.readouterr().err
+    assert err.count("training continues: ValueError: anywhere") == 1 and err.count("\n") == 1
+
+
 def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     model = small()

@@ -63,31 +63,27 @@ def watch_command(
         raise ValueError(f"no such file: {script}")
     scripted, before = Scripted(to, record.scope()), (sys.argv, sys.path[0])
     sys.argv, sys.path[0] = [str(script), *(arguments or [])], str(script.resolve().parent)
+    left: SystemExit | None = None
     try:
         with scripted:
             runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:  # many scripts end so
+        left = error
     except Exception:
         traceback.print_exc()  # of the script: the user's error, not one of this command
         raise typer.Exit(1) from None
     finally:
         sys.argv, sys.path[0] = before
-    if not scripted.is_here:
-        return
-    if scripted.watcher is not None:
-        typer.echo(f"recorded in {to}", err=True)
-    elif time_of_children() > scripted.before:
-        typer.echo(f"dash-attn watch: nothing was recorded in this process: {NOT_WATCHED}", err=True)
-    else:
-        raise ValueError(f"{script} made no optimizer for a model: nothing was recorded")
+    if scripted.is_here:
+        told = scripted.outcome(script)
+        if not scripted.recorded and (left is None or left.code in (None, 0)):
+            raise ValueError(told)
+        typer.echo(told, err=True)
+    if left is not None:
+        raise left
 
 
 NOT_WATCHED = "processes that the script starts are not recorded; call dash_attn.watch in them"
-
-
-def time_of_children() -> float:
-    """CPU seconds of the processes that have ended: a script may train in them alone."""
-    used = os.times()
-    return used.children_user + used.children_system
 
 
 def steps_of(text: str) -> range:
@@ -116,6 +112,18 @@ class Scripted:
         """Is this the process of the command?"""
         return os.getpid() == self._process
 
+    @property
+    def recorded(self) -> bool:
+        """Is a step in the record?"""
+        return self.watcher is not None and self.watcher.has_written
+
+    def outcome(self, script: Path) -> str:
+        """In one line, after the script."""
+        if self.recorded:
+            return f"recorded in {self.to}"
+        why = "made no optimizer for a model" if self.watcher is None else "ran no step to record"
+        return f"nothing was recorded: {script} {why} in this process; {NOT_WATCHED}"
+
     def __enter__(self) -> Scripted:
         from torch.optim import Optimizer
 
@@ -126,7 +134,6 @@ class Scripted:
             self._made(optimizer)
 
         Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
-        self.before = time_of_children()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -197,8 +204,12 @@ class Compared:
             "direction": first.direction,
             "module": first.row.module,
             "tensor": first.tensor,
+            "form": first.form,
+            "other_form": first.other_form,
             "operation": first.operation,
             "equal_inputs": list(first.inputs),
+            "settings": list(first.settings),
+            "steps_equal": first.steps_equal,
             "share": first.share,
             "topic": first.topic,
             "causes": [asdict(cause) for cause in self.causes],
@@ -276,7 +287,7 @@ def tell(runs: Compared) -> None:
         read = "" if first.is_sure else " in the part that was read"
         lines.append(f"  its inputs        equal{read}: {', '.join(first.inputs)}")
     if first.settings:
-        more = ", ..." if len(first.settings) > 3 else ""
+        more = f", and {len(first.settings) - 3} more" if len(first.settings) > 3 else ""
         lines.append(f"  its settings      differ: {', '.join(first.settings[:3])}{more}")
     elif first.inputs and first.topic != "gradient":
         drawn = ", or the random numbers that it draws" if first.generators else ""

@@ -119,6 +119,8 @@ def test_the_first_difference_is_told(folder: Path, capsys: pytest.CaptureFixtur
     facts = json.loads(out)
     assert code == 1
     assert (facts["same"], facts["step"], facts["tensor"], facts["topic"]) == (False, 2, "input", "data")
+    assert (facts["form"], facts["other_form"]) == ("float32 [3, 4]", "float32 [3, 4]")
+    assert (facts["settings"], facts["steps_equal"]) == ([], 2)
     assert {"name", "evidence", "advice", "seen"} == set(facts["causes"][0])
 
 
@@ -153,18 +155,33 @@ def test_an_error_of_the_script_is_shown_with_its_record(tmp_path: Path) -> None
     assert len(load_run(tmp_path / "r")[0].steps) == 4
 
 
-def test_a_script_that_exits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [("sys.exit(0)", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("sys.exit('no luck')", "no luck")],
+)
+def test_a_script_that_exits(tmp_path: Path, ends: str, code: Any) -> None:
+    """Many scripts end in sys.exit(main())."""
     script = tmp_path / "exits.py"
-    script.write_text(f"{SCRIPT}\nraise SystemExit(3)", encoding="utf-8")
-    assert watched(script, to="r").code == 3
-    assert len(load_run(tmp_path / "r")[0].steps) == 4
-
-
-def test_a_script_without_an_optimizer(tmp_path: Path) -> None:
-    script = tmp_path / "none.py"
-    script.write_text("print(1)", encoding="utf-8")
+    script.write_text(f"{SCRIPT}\nimport sys\n{ends}", encoding="utf-8")
+    before = sys.argv, sys.path[0]
     done = watched(script, to="r")
-    assert done.code == 2 and "made no optimizer" in done.err and done.err.count("\n") == 1
+    assert (done.code or 0, done.err) == (code, f"recorded in {tmp_path / 'r'}\n")
+    assert len(load_run(tmp_path / "r")[0].steps) == 4 and (sys.argv, sys.path[0]) == before
+
+
+@pytest.mark.parametrize("ends", ["", "import sys; sys.exit(0)", "import sys; sys.exit()", "import sys; sys.exit(3)"])
+def test_a_script_without_an_optimizer(tmp_path: Path, ends: str) -> None:
+    """A status of the script that is not 0 stays."""
+    script = tmp_path / "none.py"
+    script.write_text(f"print(1)\n{ends}", encoding="utf-8")
+    done = watched(script, to="r")
+    assert done.code == (3 if "3" in ends else 2)
+    assert "made no optimizer" in done.err and done.err.count("\n") == 1
+
+
+def test_a_script_that_trains_in_no_step_to_record(folder: Path) -> None:
+    done = watched(folder / "train.py", "--steps", "100:200", to="beyond")
+    assert done.code == 2 and "ran no step to record" in done.err and done.err.count("\n") == 1
 
 
 LARGE = """

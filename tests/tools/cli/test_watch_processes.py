@@ -52,9 +52,15 @@ def test_workers_that_fork(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_script_that_trains_only_in_others(tmp_path: Path, kind: str) -> None:
     done = watched(tmp_path, f"in_process('{kind}')")
-    assert (done.returncode, done.stdout) == (0, "worker 0\n"), done.stderr
+    assert (done.returncode, done.stdout) == (2, "worker 0\n"), done.stderr
     assert "nothing was recorded" in done.stderr and NOT_WATCHED in done.stderr
     assert not (tmp_path / "r").exists()
+
+
+def test_a_subprocess_is_no_training(tmp_path: Path) -> None:
+    work = "import subprocess; subprocess.run([sys.executable, '-c', 'sum(range(10**7))'], check=True)"
+    done = watched(tmp_path, work)
+    assert done.returncode == 2 and "made no optimizer" in done.stderr and NOT_WATCHED in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
