@@ -126,8 +126,8 @@ def _in_columns(facts: dict[Fact, int]) -> tuple[int, ...]:
 def needed_workers(orders: Iterable[PackedTemplate]) -> int:
     """The number of workers that must run at the same time, if they draw the tickets of a pack of these templates.
 
-    It can be more than the plans of the panels need. A worker draws a ticket while it still works on the one before, so
-    each bundle from the first to the last that wait for each other needs a worker of its own.
+    It can be more than the plans of the panels need. A worker draws its next ticket while it still works on a bundle.
+    So each bundle from the first to the last that wait for each other needs a worker of its own.
     """
     return max((each.facts[Fact.CO_RESIDENT] for each in orders), default=0)
 
