@@ -34,13 +34,16 @@ def explain(
         int | None,
         Option("--workers", help=f"{WORKERS} [default: the GPU's SMs, {H200_SMS} without one, {CPU_WORKERS}]"),
     ] = None,
+    panels: Annotated[
+        int, Option("--panels", help="ranges of equal length that the queries are cut into, as context parallel does")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Say what would run for a problem: backend, tile, order, fingerprint, memory, time in the model."""
     check_workers(workers)
     problem = problem.given(context)
     with working("planning and simulating"):
-        facts = explained(problem, policy, workers)
+        facts = explained(problem, policy, workers, panels)
     if as_json:
         emit(facts)
         return
@@ -59,14 +62,14 @@ def brief(value: Any) -> object:
     return value
 
 
-def explained(options: ProblemOptions, policy: str, workers: int | None) -> dict[str, Any]:
+def explained(options: ProblemOptions, policy: str, workers: int | None, panels: int) -> dict[str, Any]:
     """The fields of `dash_attn.explain`, the size of the program, and on Hopper the model's time."""
     from dash_attn.api.explain import explanation
     from dash_attn.backends import Options
     from dash_attn.prepare import prepare
     from dash_attn.tools.cli.absent import UNKNOWN
 
-    problem, backend = options.problem(), backend_named(options.backend)
+    problem, backend = replace(options.problem(), panels=panels), backend_named(options.backend)
     prepared = prepare(problem, policy, Options(), backend)
     said = explanation(prepared)
     if UNKNOWN in (said.forward, said.software):

@@ -61,6 +61,18 @@ def test_tile_and_fingerprint_are_those_that_the_kernel_runs(capsys, dim, mask):
 
 
 @pytest.mark.parametrize("backend", [Sm90Backend(torch.device("cuda")), CpuBackend()], ids=lambda each: each.name)
+def test_panels_are_explained(capsys, backend):
+    dtype = "bfloat16" if backend.name == "sm90" else "float32"
+    sizes = ["--heads", 4, "--kv-heads", 2, "--seqlen", 3000, "--mask", "causal", "--backend", backend.name]
+    pack = Pack(Problem(1, 4, 2, 3000, 3000, 128, dtype, mask=CAUSAL, panels=3), backend.tile_shape)
+    said = json.loads(run(capsys, "explain", *sizes, "--panels", 3, "--json"))
+    assert (said["sequences"], said["panels"], said["fingerprint"]) == (1, 3, pack.fingerprint)
+    assert said["kv_sum_bytes"] == backend.kv_sum_bytes(pack) > 0
+    assert said["fingerprint"] != json.loads(run(capsys, "explain", *sizes, "--json"))["fingerprint"]
+    assert ("makespan_us" in said) == (backend.name == "sm90")
+
+
+@pytest.mark.parametrize("backend", [Sm90Backend(torch.device("cuda")), CpuBackend()], ids=lambda each: each.name)
 def test_documents_are_explained_together(capsys, backend):
     mask, dtype = "causal-documents:300,24,300,2400", "bfloat16" if backend.name == "sm90" else "float32"
     sizes = ["--batch", 2, "--heads", 4, "--kv-heads", 2, "--seqlen", 3024, "--mask", mask, "--backend", backend.name]
