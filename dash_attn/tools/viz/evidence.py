@@ -114,7 +114,8 @@ def _headline(results: Mapping[str, Result]) -> list[Section]:
     text = (
         f"{where(shared)}\n\nSpeed of dash_attn over that of FlashAttention-4 (FA4): the geometric mean over the "
         "shapes of a row, and the worst shape. Above 1x dash_attn is faster. A shape does not count where FA4's "
-        "gradients are wrong. In the picture a dot is a shape, a bar the mean."
+        "gradients are wrong. In short calls FA4's time may be that of its Python code. In the picture a dot is a "
+        "shape, a bar the mean."
     )
     picture = _picture(
         lambda theme: headline_plot(groups, shared, theme), "speed over that of FlashAttention-4 in every shape"
