@@ -169,17 +169,12 @@ class Family:
         count: none, one, and one less than a q tile. A last q tile is as long as it can be: until it meets the next
         kv tile, or until its window no longer begins in the same kv tile.
         """
-        (m, n), left = (self.shape.m, self.shape.n), self.mask.left
+        m, n, left = self.shape.m, self.shape.n, self.mask.left
         before = len_k - len_q
         rest = before % m
         start = before - rest + np.where(rest == m - 1, rest, np.minimum(rest, 1))
-        longest = np.minimum(_up(len_q, m), _up(len_k, n) - start)
-        if left is None:
-            known = before >= 0
-        else:
-            known = (before == 0) & (left >= 0)
-            longest = np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
-        known &= len_q > 0
+        longest = self._in_window(len_q, np.minimum(_up(len_q, m), _up(len_k, n) - start))
+        known = (before >= 0 if left is None else (before == 0) & (left >= 0)) & (len_q > 0)
         return np.where(known, longest, len_q), np.where(known, longest + start, len_k)
 
     def _longest_ahead(self, len_q: Longs, len_k: Longs) -> tuple[Longs, Longs]:
@@ -188,12 +183,15 @@ class Family:
         The last row sees the last key, so the last q tile reaches the last kv tile, however long both are. The last kv
         tile is partial unless keys fill it.
         """
-        (m, n), left = (self.shape.m, self.shape.n), self.mask.left
-        longest = np.minimum(_up(len_q, m), _up(len_k, n) - 1)
-        if left is not None:
-            longest = np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
+        m, n = self.shape.m, self.shape.n
+        longest = self._in_window(len_q, np.minimum(_up(len_q, m), _up(len_k, n) - 1))
         known = (len_q == len_k) & (len_k % n != 0)
         return np.where(known, longest, len_q), np.where(known, longest, len_k)
+
+    def _in_window(self, len_q: Longs, longest: Longs) -> Longs:
+        """The longest length at which the window of the last query begins in the kv tile where it begins now."""
+        left, n = self.mask.left, self.shape.n
+        return longest if left is None else np.minimum(longest, np.maximum(_up(len_q - 1 - left, n), 0) + left + 1)
 
     def code(self, problem: Problem) -> int:
         """The number of one sequence."""

@@ -2,8 +2,7 @@
 
 What stands in a file is executed. So a file counts only if the folder and the file belong to this user, nobody else can
 write to them, the folder is in no place where every user can rename it, and the file's content has the checksum in its
-name.
-Files appear by renaming, so processes can share a folder.
+name. Files appear by renaming, so processes can share a folder.
 """
 
 from __future__ import annotations
