@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -168,10 +169,13 @@ def key_of(kind: str, cfg: KernelConfig) -> str:
 # ---- kernels -----------------------------------------------------------------------------------------------
 
 
-def compile_kernel(kind: str, cfg: KernelConfig) -> Kernel:
+def compile_kernel(kind: str, cfg: KernelConfig, options: str = "") -> Kernel:
     from .device.compile import COMPILERS
 
-    kernel: Kernel = COMPILERS[kind](cfg)
+    with warnings.catch_warnings():
+        # A tuple without tensors gives the kernel no argument, and that is meant.
+        warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
+        kernel: Kernel = COMPILERS[kind](cfg, options)
     return kernel
 
 

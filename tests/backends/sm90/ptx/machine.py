@@ -1,0 +1,134 @@
+"""Runs the CTAs of a kernel, warp by warp, in a random interleaving.
+
+Memory, barriers and asynchronous copies behave as the manual of PTX says, and the machine makes every choice that the
+manual leaves open: which warp goes on, and when a copy or a product reads its operands and writes its result. A kernel
+whose bits depend on such a choice, or that needs a copy to come early, is wrong on some GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.backends.sm90.ptx.decode import step
+from tests.backends.sm90.ptx.lanes import LANES
+from tests.backends.sm90.ptx.memory import Fault, Shared
+from tests.backends.sm90.ptx.operands import Operands
+from tests.backends.sm90.ptx.text import Text
+from tests.backends.sm90.ptx.warp import ALL, Cta, Warp, World
+
+Place = tuple[int, int, int]
+
+
+@dataclass
+class Chance:
+    """How the machine chooses.
+
+    eagerness  with 0 a copy or product happens when nothing else can, and global memory is written last. With 1 they
+               happen soon
+    slice      how many instructions a warp runs at most before another one has its turn
+    slow       numbers of warps that run when no other warp can
+    """
+
+    seed: int = 0
+    eagerness: float = 0.5
+    slice: int = 100
+    slow: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+
+class Machine:
+    def __init__(self, text: Text, params: dict[str, bytes], world: World, chance: Chance) -> None:
+        self.text, self.world, self.chance = text, world, chance
+        self.operands = Operands(text, params)
+        self.steps = [step(self.operands, each) for each in text.instructions]
+        self.for_all = [".sync" in each.op for each in text.instructions]  # all lanes of a warp execute them together
+        self.polled = -1  # the progress when polls were last repeated
+
+    def launch(self, grid: Place, together: int, shared_bytes: int) -> None:
+        """Run all CTAs of a grid, `together` of them at the same time."""
+        places = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        with np.errstate(all="ignore"):
+            for begin in range(0, len(places), together):
+                some = places[begin : begin + together]
+                self._run([warp for place in some for warp in self._warps(place, grid, Shared(shared_bytes))])
+
+    def _warps(self, place: Place, grid: Place, shared: Shared) -> list[Warp]:
+        count = self.text.threads // 32
+        cta = Cta(place, shared, count)
+        special = {"%laneid": LANES}
+        special |= {f"%ctaid.{axis}": np.full(32, i) for axis, i in zip("xyz", place, strict=True)}
+        special |= {f"%nctaid.{axis}": np.full(32, n) for axis, n in zip("xyz", grid, strict=True)}
+        for number in range(count):
+            Warp(self.world, cta, self.operands.registers(special | {"%tid.x": 32 * number + LANES}))
+        return cta.members
+
+    def _run(self, warps: list[Warp]) -> None:
+        warps, choose, slow = list(warps), self.chance.random, self.chance.slow
+        while warps:
+            if choose.random() < self.chance.eagerness:
+                self._advance(warps)
+            ready = [warp for warp in warps if warp.waits is None or warp.waits()]
+            quick = [warp for warp in ready if warp.number not in slow]
+            if not quick and self._advance(warps):
+                continue
+            if not ready:
+                self._poll_again(warps)
+                continue
+            warp = choose.choice(quick or ready)
+            warp.waits, warp.polls = None, False
+            self._slice(warp, choose.randint(1, self.chance.slice))
+            if warp.is_done:
+                warps.remove(warp)
+        while self._advance([]):
+            pass
+
+    def _advance(self, warps: list[Warp]) -> bool:
+        """One copy or product goes on. False if there is none."""
+        first, last = list[Callable[[], None]](), list[Callable[[], None]]()
+        for copy in self.world.copies:
+            (last if copy.has_read and not self.chance.eagerness else first).append(copy.advance)
+        first += [warp.run_product for warp in warps if warp.products]
+        moves = first or last
+        if not moves:
+            return False
+        self.chance.random.choice(moves)()
+        self.world.copies = [copy for copy in self.world.copies if not copy.is_done]
+        self.world.progress += 1
+        return True
+
+    def _poll_again(self, warps: list[Warp]) -> None:
+        """No warp can go on. What a poll has read may be what its warp waits for, so polls go on once."""
+        if self.polled == self.world.progress:
+            raise Fault(f"the kernel hangs: {self._places(warps)}")
+        self.polled = self.world.progress
+        for warp in warps:
+            if warp.polls:
+                warp.waits = None
+
+    def _slice(self, warp: Warp, count: int) -> None:
+        for _ in range(count):
+            if warp.parked:
+                warp.converge(self.for_all.__getitem__)
+            elif warp.lanes is not ALL and not warp.lanes.all():
+                raise Fault("lanes of a warp are lost")
+            if not self.steps[warp.at](warp):
+                return
+        self.world.progress += 1  # a poll may be repeated
+
+    def _places(self, warps: list[Warp]) -> str:
+        """Where each warp is."""
+        labels = sorted(self.text.labels.items(), key=lambda item: item[1])
+        lines = []
+        for warp in warps:
+            before = [name for name, at in labels if at <= warp.at]
+            op = self.text.instructions[warp.at].op
+            lines.append(
+                f"CTA {warp.cta.place[0]} warp {warp.number} at {op} after {before[-1] if before else 'the begin'}"
+            )
+        return "; ".join(lines)

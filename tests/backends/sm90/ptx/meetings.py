@@ -1,0 +1,130 @@
+"""Barriers and proxy fences: where warps wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.backends.sm90.ptx.memory import Bools, Clock, Fault
+from tests.backends.sm90.ptx.operands import Act, Operands, Then
+from tests.backends.sm90.ptx.warp import Warp
+
+
+@dataclass
+class Barrier:
+    """An mbarrier. A phase ends when all arrivals and all announced bytes have come."""
+
+    arrivals: int
+    missing: int
+    clock: Clock
+    nbytes: int = 0
+    phase: int = 0
+
+    def arrive(self, count: int, clock: Clock) -> None:
+        clock.tell(self.clock)
+        self.missing -= count
+        if self.missing < 0:
+            raise Fault("more arrivals at an mbarrier than it expects")
+        self._turn()
+
+    def complete(self, nbytes: int) -> None:
+        self.nbytes -= nbytes
+        self._turn()
+
+    def _turn(self) -> None:
+        if self.missing == 0 and self.nbytes == 0:
+            self.missing, self.phase = self.arrivals, self.phase + 1
+
+    def has_passed(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+@dataclass
+class NamedBarrier:
+    clock: Clock
+    waiting: int = 0  # threads
+    generation: int = 0
+
+
+def init(at: Operands, op: str, where: str, count: str) -> Act:
+    address, get = at.shared(where), at.get(count, np.uint32)
+
+    def act(warp: Warp, lanes: Bools) -> Then:
+        for lane in np.flatnonzero(lanes):
+            arrivals = int(get(warp)[lane])
+            warp.cta.barriers[int(address(warp)[lane])] = Barrier(arrivals, arrivals, Clock(warp.cta.warps))
+        return Then.GO_ON
+
+    return act
+
+
+def arrive(at: Operands, op: str, to: str, where: str, count: str) -> Act:
+    """With .expect_tx `count` is a number of bytes, and the arrival is one."""
+    address, get, expects = at.shared(where), at.get(count, np.uint32), ".expect_tx" in op
+
+    def act(warp: Warp, lanes: Bools) -> Then:
+        for lane in np.flatnonzero(lanes):
+            barrier, number = warp.cta.barrier(int(address(warp)[lane])), int(get(warp)[lane])
+            if expects:
+                barrier.nbytes += number
+            barrier.arrive(1 if expects else number, warp.clock)
+        warp.world.progress += 1
+        return Then.GO_ON
+
+    return act
+
+
+def test(at: Operands, op: str, to: str, where: str, parity: str, *_: str) -> Act:
+    """try_wait and test_wait. The first one waits until the phase has ended."""
+    put, address, get, waits = at.put(to), at.shared(where), at.get(parity, np.uint32), ".try_wait" in op
+
+    def act(warp: Warp, lanes: Bools) -> Then:
+        places, parities = address(warp)[lanes], get(warp)[lanes]
+        if (places != places[0]).any() or (parities != parities[0]).any():
+            raise Fault("lanes of a warp wait for different phases")
+        barrier, wanted = warp.cta.barrier(int(places[0])), int(parities[0])
+        passed = barrier.has_passed(wanted)
+        if waits and not passed:
+            warp.waits = lambda: barrier.has_passed(wanted)
+            return Then.AGAIN
+        if passed:
+            warp.clock.learn(barrier.clock)
+        put(warp, lanes, np.full(32, passed))
+        return Then.GO_ON
+
+    return act
+
+
+def meet(at: Operands, op: str, name: str, count: str = "") -> Act:
+    """bar.sync and bar.arrive. Without a count all threads of the CTA meet."""
+    which, threads = at.get(name, np.uint32), at.get(count or str(at.text.threads), np.uint32)
+
+    def act(warp: Warp, lanes: Bools) -> Then:
+        if warp.awaits is not None:
+            warp.clock.learn(warp.awaits.clock)
+            warp.awaits = None
+            return Then.GO_ON
+        barrier = warp.cta.named.setdefault(int(which(warp)[0]), NamedBarrier(Clock(warp.cta.warps)))
+        mine = barrier.generation
+        warp.clock.tell(barrier.clock)
+        warp.world.progress += 1
+        barrier.waiting += 32
+        if barrier.waiting == int(threads(warp)[0]):
+            barrier.waiting, barrier.generation = 0, mine + 1
+        if ".arrive" in op:
+            return Then.GO_ON
+        warp.awaits, warp.waits = barrier, lambda: barrier.generation > mine
+        return Then.AGAIN
+
+    return act
+
+
+def fence(at: Operands, op: str) -> Act:
+    """fence.proxy.async: asynchronous reads see the stores that the warp knows of."""
+
+    def act(warp: Warp, lanes: Bools) -> Then:
+        warp.cta.shared.fence(warp.clock)
+        return Then.GO_ON
+
+    return act

@@ -1,0 +1,144 @@
+"""Kernels with one synchronisation left out. In some interleaving the machine notices each of them.
+
+python -m tests.backends.sm90.ptx.mutants --dim 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from dash_attn.backends import Gradients
+from dash_attn.backends.sm90.config import KernelConfig
+from dash_attn.problem import CAUSAL, Problem, documents, window
+from tests.backends.sm90.ptx import kernels
+from tests.backends.sm90.ptx.machine import Chance
+from tests.backends.sm90.ptx.memory import Fault
+from tests.backends.sm90.ptx.text import Instruction, Text
+from tests.backends.sm90.ptx.trial import ROLES, Trial, same
+
+NOTHING = "prefetch.tensormap"
+LEFT_OUT = (  # beginnings of the instructions that wait, arrive, or make stores visible
+    "mbarrier.arrive",
+    "fence.proxy.async.shared",
+    "cp.async.bulk.wait_group",
+    "wgmma.wait_group",
+    "bar.sync",
+    "red.release",
+)
+
+
+class Mutant(NamedTuple):
+    """The main kernel with another instruction in one place."""
+
+    place: int
+    was: Instruction
+    instruction: Instruction
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.was.op} {' '.join(self.was.operands)} -> {self.instruction.op}"
+
+
+def mutants(text: Text) -> Iterator[Mutant]:
+    for place, each in enumerate(text.instructions):
+        if each.op.startswith("mbarrier.try_wait"):  # it passes at once
+            yield Mutant(place, each, Instruction("setp.eq.b32", (each.operands[0], "0", "0"), each.guard))
+        elif each.op.startswith(LEFT_OUT):
+            yield Mutant(place, each, Instruction(NOTHING, (), each.guard))
+        if each.op == "cp.async.bulk.wait_group":  # the copy has read its source, and perhaps not written
+            yield Mutant(place, each, replace(each, op=each.op + ".read"))
+
+
+@contextmanager
+def changed(mutant: Mutant) -> Iterator[None]:
+    usual = kernels.text_of
+
+    def text_of(kind: str, cfg: KernelConfig) -> Text:
+        text = usual(kind, cfg)
+        if kind != "main":
+            return text
+        instructions = list(text.instructions)
+        instructions[mutant.place] = mutant.instruction
+        return replace(text, instructions=instructions)
+
+    with patch.object(kernels, "text_of", text_of):
+        yield
+
+
+def main_text(trial: Trial) -> Text:
+    """Of the kernel that runs a problem."""
+    seen = list[KernelConfig]()
+    usual = kernels.text_of
+
+    def text_of(kind: str, cfg: KernelConfig) -> Text:
+        if kind == "main":
+            seen.append(cfg)
+        return usual(kind, cfg)
+
+    with patch.object(kernels, "text_of", text_of):
+        trial.run(Chance(), workers=2)
+    return usual("main", seen[0])
+
+
+class Interleaving(NamedTuple):
+    eagerness: float
+    slice: int
+    slow: tuple[int, ...]
+    workers: int
+
+
+INTERLEAVINGS = [
+    Interleaving(0.0, 100, (), 2),
+    Interleaving(1.0, 30, (), 3),
+    *(Interleaving(0.0, 60, role, 1 + i % 3) for i, role in enumerate(ROLES)),
+    *(Interleaving(0.1, 100, role, 3 - i % 3) for i, role in enumerate(ROLES)),
+]
+
+
+def noticed(trial: Trial, mutant: Mutant, want: Gradients) -> str | None:
+    """How a mutant is noticed, or None."""
+    with changed(mutant):
+        for seed, (eagerness, length, slow, workers) in enumerate(INTERLEAVINGS):
+            try:
+                grads = trial.run(Chance(seed, eagerness, length, slow), workers=workers)
+            except Fault as fault:
+                return str(fault)
+            if not same(grads, want) or not all(bool(torch.isfinite(x).all()) for x in grads):
+                return "other bits"
+    return None
+
+
+def problems(dim: int) -> Iterator[Problem]:
+    """Each leads through other parts of the kernel: several chains and turns, empty chains, packs."""
+    yield Problem(1, 2, 1, 256, 300, dim, mask=CAUSAL)
+    yield Problem(1, 2, 1, 100, 900, dim, mask=window(150, 0))
+    yield Problem(1, 1, 1, 300, 300, dim, mask=CAUSAL)
+    yield Problem(1, 2, 1, 400, 400, dim, mask=CAUSAL & documents([0, 100, 400]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dim", type=int, default=64)
+    given, unnoticed = parser.parse_args(), 0
+    for problem in problems(given.dim):
+        trial = Trial.of(problem)
+        every, want, missed = list(mutants(main_text(trial))), trial.run(Chance()), list[Mutant]()
+        for mutant in every:
+            how = noticed(trial, mutant, want)
+            if how is None:
+                missed.append(mutant)
+            print(f"{mutant}: {how or 'NOT NOTICED'}", flush=True)
+        print(f"{problem}: {len(every)} mutants, {len(missed)} not noticed", flush=True)
+        unnoticed += len(missed)
+    sys.exit(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    main()
