@@ -45,11 +45,13 @@ These tests have not run in their present form:
 - three that repeat backwards with panels a thousand times;
 - three that run the measurements of `bench`.
 
-This code is newer than the run, and only the CPU tests cover it:
+This code is newer than the run. On CPUs the tests run its kernels in an interpreter of their PTX
+([test](../tests/backends/sm90/ptx/test_kernels.py)):
 
 - at head dims up to 64, the order of the kernel's loads. The kernel has run in the suite `grid_close`, which compares
   gradients with float64 and bits with those of the first call;
-- at head dims up to 64, one more arrival at a barrier at the end of a cut chain;
+- at head dims up to 64, one more arrival at a barrier at the end of a cut chain. In the interpreter the kernel hung
+  without it, where six or more chains in a row had no task and one warp was late;
 - the templates of packs with windows or with keys before the queries, `auto` in calls with panels, and the choice of
   the forward;
 - the names of fields and arguments, and the checks of arguments.
