@@ -147,6 +147,8 @@ def _workers_left(options: Options, device: torch.device) -> Iterator[int]:
     try:
         yield workers
     except TooFewWorkers as error:
+        if not options.sm_margin:
+            raise
         raise ValueError(f"sm_margin={options.sm_margin} leaves {workers} SMs: {error}") from error
 
 

@@ -24,7 +24,7 @@ def kind(suffix: str) -> Any:
 
 def bits(x: Array) -> Array:
     """A result as it lies in a register."""
-    return x if x.dtype == np.bool_ else x.view(WIDTHS[str(8 * x.dtype.itemsize)])
+    return x if x.dtype.kind in "ub" else x.view(WIDTHS[str(8 * x.dtype.itemsize)])
 
 
 def shifted_left(a: Array, by: Array) -> Array:
@@ -114,11 +114,15 @@ ARITHMETIC: dict[str, Function] = {
 }
 
 
+# Two's complement has the same bits for both. A register holds unsigned numbers, so it is taken as it is.
+UNSIGNED = ("add", "sub", "mul.lo", "mad.lo", "and", "or", "xor", "not", "mov", "setp.eq", "setp.ne")
+
+
 def computing(op: str) -> tuple[Function, tuple[Any, ...]] | None:
     """What an instruction computes, and the types of its operands. None if it does more than compute."""
     name, _, suffix = op.rpartition(".")
     if name in ARITHMETIC:
-        operand = kind(suffix)
+        operand = kind(suffix.replace("s", "u") if name in UNSIGNED else suffix)
         return ARITHMETIC[name], (operand, operand, operand)
     if name in ("shl", "shr"):
         return (shifted_left if name == "shl" else shifted_right), (kind(suffix), np.uint32)

@@ -56,11 +56,11 @@ class Machine:
         with np.errstate(all="ignore"):
             for begin in range(0, len(places), together):
                 some = places[begin : begin + together]
-                self._run([warp for place in some for warp in self._warps(place, grid, Shared(shared_bytes))])
+                self._run([warp for place in some for warp in self._warps(place, grid, shared_bytes)])
 
-    def _warps(self, place: Place, grid: Place, shared: Shared) -> list[Warp]:
+    def _warps(self, place: Place, grid: Place, shared_bytes: int) -> list[Warp]:
         count = self.text.threads // 32
-        cta = Cta(place, shared, count)
+        cta = Cta(place, Shared(shared_bytes, count), count)
         special = {"%laneid": LANES}
         special |= {f"%ctaid.{axis}": np.full(32, i) for axis, i in zip("xyz", place, strict=True)}
         special |= {f"%nctaid.{axis}": np.full(32, n) for axis, n in zip("xyz", grid, strict=True)}

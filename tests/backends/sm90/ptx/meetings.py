@@ -13,16 +13,21 @@ from tests.backends.sm90.ptx.warp import Warp
 
 @dataclass
 class Barrier:
-    """An mbarrier. A phase ends when all arrivals and all announced bytes have come."""
+    """An mbarrier. A phase ends when all arrivals and all announced bytes have come.
+
+    arriving  what those know that have arrived in the present phase
+    arrived   what those knew that had arrived when the last phase ended
+    """
 
     arrivals: int
     missing: int
-    clock: Clock
+    arriving: Clock
+    arrived: Clock
     nbytes: int = 0
     phase: int = 0
 
     def arrive(self, count: int, clock: Clock) -> None:
-        clock.tell(self.clock)
+        clock.tell(self.arriving)
         self.missing -= count
         if self.missing < 0:
             raise Fault("more arrivals at an mbarrier than it expects")
@@ -35,6 +40,7 @@ class Barrier:
     def _turn(self) -> None:
         if self.missing == 0 and self.nbytes == 0:
             self.missing, self.phase = self.arrivals, self.phase + 1
+            self.arrived.learn(self.arriving)
 
     def has_passed(self, parity: int) -> bool:
         return self.phase % 2 != parity
@@ -42,7 +48,10 @@ class Barrier:
 
 @dataclass
 class NamedBarrier:
-    clock: Clock
+    """`arriving` and `arrived` are those of Barrier."""
+
+    arriving: Clock
+    arrived: Clock
     waiting: int = 0  # threads
     generation: int = 0
 
@@ -52,8 +61,8 @@ def init(at: Operands, op: str, where: str, count: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         for lane in np.flatnonzero(lanes):
-            arrivals = int(get(warp)[lane])
-            warp.cta.barriers[int(address(warp)[lane])] = Barrier(arrivals, arrivals, Clock(warp.cta.warps))
+            arrivals, clocks = int(get(warp)[lane]), [Clock(warp.cta.warps) for _ in range(2)]
+            warp.cta.barriers[int(address(warp)[lane])] = Barrier(arrivals, arrivals, *clocks)
         return Then.GO_ON
 
     return act
@@ -89,7 +98,7 @@ def test(at: Operands, op: str, to: str, where: str, parity: str, *_: str) -> Ac
             warp.waits = lambda: barrier.has_passed(wanted)
             return Then.AGAIN
         if passed:
-            warp.clock.learn(barrier.clock)
+            warp.clock.learn(barrier.arrived)
         put(warp, lanes, np.full(32, passed))
         return Then.GO_ON
 
@@ -102,16 +111,18 @@ def meet(at: Operands, op: str, name: str, count: str = "") -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         if warp.awaits is not None:
-            warp.clock.learn(warp.awaits.clock)
+            warp.clock.learn(warp.awaits.arrived)
             warp.awaits = None
             return Then.GO_ON
-        barrier = warp.cta.named.setdefault(int(which(warp)[0]), NamedBarrier(Clock(warp.cta.warps)))
+        clocks = [Clock(warp.cta.warps) for _ in range(2)]
+        barrier = warp.cta.named.setdefault(int(which(warp)[0]), NamedBarrier(*clocks))
         mine = barrier.generation
-        warp.clock.tell(barrier.clock)
+        warp.clock.tell(barrier.arriving)
         warp.world.progress += 1
         barrier.waiting += 32
         if barrier.waiting == int(threads(warp)[0]):
             barrier.waiting, barrier.generation = 0, mine + 1
+            barrier.arrived.learn(barrier.arriving)
         if ".arrive" in op:
             return Then.GO_ON
         warp.awaits, warp.waits = barrier, lambda: barrier.generation > mine

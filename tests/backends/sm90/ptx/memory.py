@@ -62,7 +62,7 @@ class Global:
 
 
 class Clock:
-    """What a warp knows of the others: the time of each warp up to which its stores have happened before.
+    """What a warp knows of the others: the time of each warp up to which its loads and stores have happened before.
 
     A warp's own time passes when it arrives at a barrier. Whoever waits there learns what all that arrived know.
     """
@@ -84,14 +84,18 @@ class Clock:
 class Shared:
     """The shared memory of a CTA.
 
-    Asynchronous reads see plain stores after a proxy fence, of the storing warp or of a warp that knows of the stores.
+    A warp reads a word, or stores to it, only if it knows of the stores before; and it stores only if it knows of the
+    reads before. Asynchronous reads see plain stores after a proxy fence, of the storing warp or of a warp that knows
+    of the stores.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
         self._words = self.bytes.view(np.uint32)
-        self._storing = np.full(size // 4, -1, np.int8)  # the warp that has stored the word, -1 after a fence
+        self._storing = np.full(size // 4, -1, np.int8)  # the warp that has stored the word, -1 if a copy has
         self._stored = np.zeros(size // 4, np.int64)  # when it did
+        self._unfenced = np.zeros(size // 4, np.bool_)
+        self._read = np.zeros((warps, size // 4), np.int64)  # when each warp last did
 
     def words_at(self, addresses: npt.NDArray[np.uint32], count: int) -> Words:
         """The numbers of `count` words at each address, (lanes, count)."""
@@ -100,29 +104,42 @@ class Shared:
             raise Fault(f"{count} words at shared addresses {offsets.tolist()} are misaligned or outside")
         return np.asarray(offsets[:, None] // 4 + np.arange(count))
 
-    def load(self, words: Words) -> npt.NDArray[np.uint32]:
+    def load(self, words: Words, clock: Clock) -> npt.NDArray[np.uint32]:
+        self._know_stores(words, clock)
+        self._read[clock.warp, words] = clock.times[clock.warp]
         return np.asarray(self._words[words])
 
     def store(self, words: Words, values: npt.NDArray[np.uint32], clock: Clock) -> None:
+        self._know_stores(words, clock)
+        unknown = self._read[:, words.ravel()].max(1, initial=0) > clock.times
+        unknown[clock.warp] = False
+        if unknown.any():
+            raise Fault(f"warp {clock.warp} stores what warp {unknown.argmax()} may not have read yet")
         self._words[words] = values
         self._storing[words], self._stored[words] = clock.warp, clock.times[clock.warp]
+        self._unfenced[words] = True
 
     def fence(self, clock: Clock) -> None:
-        stored = np.flatnonzero(self._storing >= 0)
-        known = stored[self._stored[stored] <= clock.times[self._storing[stored]]]
-        self._storing[known] = -1
+        stored = np.flatnonzero(self._unfenced)
+        self._unfenced[stored[self._stored[stored] <= clock.times[self._storing[stored]]]] = False
 
     def read_async(self, offsets: Words) -> Bytes:
         """Bytes as TMA and products read them."""
-        storing = self._storing[offsets // 4]
-        if (storing >= 0).any():
-            where = offsets[storing >= 0]
+        unfenced = self._unfenced[offsets // 4]
+        if unfenced.any():
+            where = offsets[unfenced]
             raise Fault(
                 f"an asynchronous read of the bytes {where.min()} to {where.max()} of shared memory finds a store of "
-                f"warp {storing.max()} without a proxy fence"
+                f"warp {self._storing[where // 4].max()} without a proxy fence"
             )
         return np.asarray(self.bytes[offsets])
 
     def write_async(self, offsets: Words, values: Bytes | int) -> None:
         self.bytes[offsets] = values
-        self._storing[offsets // 4] = -1
+        self._storing[offsets // 4], self._unfenced[offsets // 4] = -1, False
+
+    def _know_stores(self, words: Words, clock: Clock) -> None:
+        storing = self._storing[words]
+        others = (storing >= 0) & (storing != clock.warp)
+        if others.any() and (self._stored[words][others] > clock.times[storing[others]]).any():
+            raise Fault(f"warp {clock.warp} meets a store of warp {storing[others].max()} without a barrier between")

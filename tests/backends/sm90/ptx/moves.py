@@ -9,20 +9,34 @@ import numpy as np
 
 from tests.backends.sm90.ptx.lanes import LANES, bits, kind
 from tests.backends.sm90.ptx.memory import Bools
-from tests.backends.sm90.ptx.operands import Act, Operands, Then, several
-from tests.backends.sm90.ptx.warp import Warp
+from tests.backends.sm90.ptx.operands import Act, Get, Operands, Then, several
+from tests.backends.sm90.ptx.warp import ALL, Warp
 
 
 def computed(at: Operands, compute: tuple[Callable[..., Any], tuple[Any, ...]], names: tuple[str, ...]) -> Act:
     """An instruction that only computes: see lanes.py."""
-    (function, types), put = compute, at.put(names[0])
+    (function, types), target = compute, at.number(names[0])
     gets = [at.get(name, dtype) for name, dtype in zip(names[1:], types, strict=False)]
+    value = _value(function, gets)
 
     def act(warp: Warp, lanes: Bools) -> Then:
-        put(warp, lanes, bits(function(*[get(warp) for get in gets])))
+        registers, new = warp.registers, bits(value(warp))
+        registers[target] = new if lanes is ALL else np.where(lanes, new, registers[target])
         return Then.GO_ON
 
     return act
+
+
+def _value(function: Callable[..., Any], gets: list[Get]) -> Get:
+    """Written out, because most of the time goes here."""
+    if len(gets) == 1:
+        (first,) = gets
+        return lambda warp: function(first(warp))
+    if len(gets) == 2:
+        first, second = gets
+        return lambda warp: function(first(warp), second(warp))
+    first, second, third = gets
+    return lambda warp: function(first(warp), second(warp), third(warp))
 
 
 def halves(at: Operands, op: str, to: str, of: str) -> Act:
@@ -68,7 +82,7 @@ def load_shared(at: Operands, op: str, to: str, of: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         shared, out = warp.cta.shared, np.zeros((32, len(puts)), np.uint32)
-        out[lanes] = shared.load(shared.words_at(address(warp)[lanes], len(puts)))
+        out[lanes] = shared.load(shared.words_at(address(warp)[lanes], len(puts)), warp.clock)
         for i, put in enumerate(puts):
             put(warp, lanes, out[:, i].copy())
         return Then.GO_ON

@@ -83,7 +83,7 @@ def main_text(trial: Trial) -> Text:
         return usual(kind, cfg)
 
     with patch.object(kernels, "text_of", text_of):
-        trial.run(Chance(), workers=2)
+        trial.run(Chance())
     return usual("main", seen[0])
 
 
@@ -104,10 +104,11 @@ INTERLEAVINGS = [
 
 def noticed(trial: Trial, mutant: Mutant, want: Gradients) -> str | None:
     """How a mutant is noticed, or None."""
+    needed = trial.co_resident()
     with changed(mutant):
         for seed, (eagerness, length, slow, workers) in enumerate(INTERLEAVINGS):
             try:
-                grads = trial.run(Chance(seed, eagerness, length, slow), workers=workers)
+                grads = trial.run(Chance(seed, eagerness, length, slow), workers=max(workers, needed))
             except Fault as fault:
                 return str(fault)
             if not same(grads, want) or not all(bool(torch.isfinite(x).all()) for x in grads):

@@ -66,6 +66,8 @@ class Operands:
     def get(self, name: str, dtype: Any) -> Get:
         if name.startswith("%") or name in self.text.registers:
             at = self.number(name)
+            if self._initial[at].dtype == dtype:
+                return lambda warp: warp.registers[at]
             return lambda warp: warp.registers[at].view(dtype)
         value = self.constant(name, dtype)
         return lambda warp: value

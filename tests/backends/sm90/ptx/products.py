@@ -173,7 +173,7 @@ def load_matrices(at: Operands, op: str, to: str, of: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         shared = warp.cta.shared
-        words = shared.load(matrices(address(warp), shared))
+        words = shared.load(matrices(address(warp), shared), warp.clock)
         for put, value in zip(puts, spread(words, transposed), strict=True):
             put(warp, lanes, value)
         return Then.GO_ON

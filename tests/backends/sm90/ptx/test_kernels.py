@@ -10,16 +10,17 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from dash_attn.backends import Gradients, Operands
+from dash_attn.backends import Gradients, Operands, Options
 from dash_attn.backends.sm90.cache import compile_kernel
 from dash_attn.backends.sm90.config import PIECE_ROWS, KernelConfig
+from dash_attn.prepare import prepare
 from dash_attn.problem import CAUSAL, FULL, Features, Problem, documents, tiles, window
 from tests.backends.sm90.ptx.device import machine
 from tests.backends.sm90.ptx.kernels import Kernel
 from tests.backends.sm90.ptx.machine import Chance
 from tests.backends.sm90.ptx.memory import Fault
 from tests.backends.sm90.ptx.mutants import Mutant, main_text, mutants, noticed
-from tests.backends.sm90.ptx.trial import ROLES, Trial, same
+from tests.backends.sm90.ptx.trial import CPU, ROLES, Trial, same
 from tests.distributed import jobs, threads
 
 pytestmark = pytest.mark.skipif(
@@ -161,3 +162,15 @@ def test_a_kernel_is_compiled_where_warnings_are_errors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compile_kernel("prepare", KernelConfig(64, "bf16"))
+
+
+def test_too_few_sms_are_named() -> None:
+    problem = Problem(1, 1, 1, 512, 512, 64)
+    for workers, margin, said in (
+        (2, 0, "^this order needs 4 co-resident workers, 2"),
+        (4, 1, "^sm_margin=1 leaves 3"),
+    ):
+        with machine(Chance(), workers):
+            ready = prepare(problem, "shift:4", Options(sm_margin=margin), CPU)
+            with pytest.raises(ValueError, match=said):
+                ready.backward(Trial.of(problem).operands)

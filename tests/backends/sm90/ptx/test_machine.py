@@ -144,6 +144,43 @@ def test_a_missing_fence_is_a_fault() -> None:
         run(staged("", WHOLE))
 
 
+MEET = "bar.sync 0;"
+
+
+AGAIN = "@%p1 st.shared.b32 [%r15], %r1;"
+
+
+@pytest.mark.parametrize(
+    ("meets", "then", "late", "said"),
+    [
+        (MEET, "", 0, None),
+        (MEET, MEET, 0, None),
+        ("", "", 1, "warp 1 meets a store of warp 0 without a barrier"),
+        (MEET, AGAIN, 1, "warp 1 meets a store of warp 0 without a barrier"),
+        (MEET, AGAIN, 0, "warp 0 stores what warp 1 may not have read"),
+    ],
+    ids=["one barrier", "two barriers", "no barrier", "stored too early", "stored after all"],
+)
+def test_a_race_in_shared_memory_is_a_fault(meets: str, then: str, late: int, said: str | None) -> None:
+    """The first thread stores a word, and the second warp reads it. A race is noticed whoever comes first."""
+    body = f"""
+    @%p1 st.shared.b32 [%r15], %r1;
+    {meets}
+    setp.ge.s32 %p2, %r1, 32;
+    @!%p2 bra $AFTER;
+    ld.shared.b32 %r9, [%r15];
+    st.global.b32 [%rd3], %r9;
+$AFTER:
+    {then}
+    """
+    chance = Chance(0, slow=(late,))
+    if said is None:
+        assert run(body, threads=64, chance=chance)[32:] == [0] * 32
+    else:
+        with pytest.raises(Fault, match=said):
+            run(body, threads=64, chance=chance)
+
+
 def test_a_copy_that_nobody_awaits_is_late() -> None:
     assert run(staged(FENCE, ""))[:32] == [1000] * 32, "it has read what was stored after its issue"
 
