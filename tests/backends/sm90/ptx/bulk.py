@@ -73,7 +73,13 @@ class Copy:
     read: Callable[[], None] | None
     write: Callable[[], None]
     has_read: bool = False
+    is_awaited: bool = False  # a warp waits until it is done
     is_done: bool = False
+
+    @property
+    def patience(self) -> int:
+        """The higher, the later the copy goes on, if it goes on as late as it can."""
+        return self.has_read * (1 if self.is_awaited else 2)
 
     def advance(self) -> None:
         if self.read is not None and not self.has_read:
@@ -230,6 +236,8 @@ def await_groups(at: Operands, op: str, most: str) -> Act:
             return all(each.is_done or (reads and each.has_read) for each in old)
 
         if not finished():
+            for each in old:
+                each.is_awaited = not reads
             warp.waits = finished
             return Then.AGAIN
         if not reads:

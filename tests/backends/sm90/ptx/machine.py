@@ -27,8 +27,8 @@ Place = tuple[int, int, int]
 class Chance:
     """How the machine chooses.
 
-    eagerness  with 0 a copy or product happens when nothing else can, and global memory is written last. With 1 they
-               happen soon
+    eagerness  with 1 copies and products happen soon. With 0 a product happens when a warp waits for it, and a copy
+               when nothing else can. A copy that no warp waits for writes to global memory last
     slice      how many instructions a warp runs at most before another one has its turn
     slow       numbers of warps that run when no other warp can
     """
@@ -90,11 +90,12 @@ class Machine:
 
     def _advance(self, warps: list[Warp]) -> bool:
         """One copy or product goes on. False if there is none."""
-        first, last = list[Callable[[], None]](), list[Callable[[], None]]()
-        for copy in self.world.copies:
-            (last if copy.has_read and not self.chance.eagerness else first).append(copy.advance)
-        first += [warp.run_product for warp in warps if warp.products]
-        moves = first or last
+        if self.chance.eagerness:
+            moves: list[Callable[[], None]] = [copy.advance for copy in self.world.copies]
+            moves += [warp.run_product for warp in warps if warp.products]
+        else:  # products run when they are waited for
+            least = min((copy.patience for copy in self.world.copies), default=0)
+            moves = [copy.advance for copy in self.world.copies if copy.patience == least]
         if not moves:
             return False
         self.chance.random.choice(moves)()
