@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.backends.sm90.ptx.memory import POISON, SHARED_BASE, Bools, Bytes, Global
+from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools, Bytes, Fault
 from tests.backends.sm90.ptx.operands import PARAMETERS, Act, Operands, Then, several
-from tests.backends.sm90.ptx.warp import Cta, Warp
+from tests.backends.sm90.ptx.warp import Warp
 
 Longs = npt.NDArray[np.int64]
 
@@ -55,6 +55,7 @@ class Tile(NamedTuple):
     def rows(self) -> list[TileRow]:
         """Those that lie in the tensor. The first dimension may end inside of the tile."""
         (column, row, *others), tensor = self.at, self.tensor
+        assert column >= 0
         width = min(tensor.box[0], tensor.sizes[0] - column)
         if width <= 0 or any(not 0 <= i < n for i, n in zip(others, tensor.sizes[2:], strict=True)):
             return []
@@ -68,7 +69,7 @@ class Tile(NamedTuple):
 
 @dataclass
 class Copy:
-    """A copy in two steps. A load has only the second one."""
+    """A copy in two steps: it reads its source, then writes its target. A load has only the second step."""
 
     read: Callable[[], None] | None
     write: Callable[[], None]
@@ -81,6 +82,11 @@ class Copy:
         """The higher, the later the copy goes on, if it goes on as late as it can."""
         return self.has_read * (1 if self.is_awaited else 2)
 
+    @property
+    def may_outlive(self) -> bool:
+        """Whether the CTA may end before the copy is done: the copy uses its shared memory no longer."""
+        return self.read is not None and self.has_read
+
     def advance(self) -> None:
         if self.read is not None and not self.has_read:
             self.read()
@@ -90,9 +96,18 @@ class Copy:
             self.is_done = True
 
 
-def load_tile(memory: Global, cta: Cta, tile: Tile, shared: int, barrier: int) -> Copy:
+def line(shared: int, count: int) -> Longs:
+    """Bytes of shared memory that lie one after the other."""
+    offset = shared - SHARED_BASE
+    if offset % 16 or count % 16 or offset < 0:
+        raise Fault(f"a bulk copy of {count} bytes at shared address {shared} is misaligned or outside")
+    return np.asarray(np.arange(count) + offset)
+
+
+def load_tile(warp: Warp, tile: Tile, shared: int, barrier: int) -> Copy:
+    memory, cta, clock = warp.world.memory, warp.cta, warp.clock
     offsets = tile.tensor.offsets(shared)
-    cta.shared.write_async(offsets, POISON)
+    cta.shared.announce(offsets, clock)
 
     def write() -> None:
         box = np.zeros(offsets.shape, np.uint8)
@@ -104,11 +119,12 @@ def load_tile(memory: Global, cta: Cta, tile: Tile, shared: int, barrier: int) -
     return Copy(None, write)
 
 
-def store_tile(memory: Global, cta: Cta, tile: Tile, shared: int) -> Copy:
+def store_tile(warp: Warp, tile: Tile, shared: int) -> Copy:
+    memory, cta, known = warp.world.memory, warp.cta, warp.clock.copy()
     offsets, held = tile.tensor.offsets(shared), list[Bytes]()
 
     def read() -> None:
-        held.append(cta.shared.read_async(offsets))
+        held.append(cta.shared.read_async(offsets, known))
 
     def write() -> None:
         for row in tile.rows():
@@ -117,9 +133,10 @@ def store_tile(memory: Global, cta: Cta, tile: Tile, shared: int) -> Copy:
     return Copy(read, write)
 
 
-def load_bytes(memory: Global, cta: Cta, shared: int, address: int, count: int, barrier: int) -> Copy:
-    offsets = np.arange(count) + (shared - SHARED_BASE)
-    cta.shared.write_async(offsets, POISON)
+def load_bytes(warp: Warp, shared: int, address: int, count: int, barrier: int) -> Copy:
+    memory, cta, clock = warp.world.memory, warp.cta, warp.clock
+    offsets = line(shared, count)
+    cta.shared.announce(offsets, clock)
 
     def write() -> None:
         cta.shared.write_async(offsets, memory.room(address, count))
@@ -128,12 +145,13 @@ def load_bytes(memory: Global, cta: Cta, shared: int, address: int, count: int, 
     return Copy(None, write)
 
 
-def store_bytes(memory: Global, cta: Cta, address: int, shared: int, count: int, adds: bool) -> Copy:
+def store_bytes(warp: Warp, address: int, shared: int, count: int, adds: bool) -> Copy:
     """Copies, or adds float32 numbers. The sums of one copy do not depend on each other."""
-    offsets, held = np.arange(count) + (shared - SHARED_BASE), list[Bytes]()
+    memory, cta, known = warp.world.memory, warp.cta, warp.clock.copy()
+    offsets, held = line(shared, count), list[Bytes]()
 
     def read() -> None:
-        held.append(cta.shared.read_async(offsets))
+        held.append(cta.shared.read_async(offsets, known))
 
     def write() -> None:
         room = memory.room(address, count)
@@ -162,7 +180,7 @@ def copy(at: Operands, op: str, to: str, of: str, count: str, barrier: str = "")
             world = warp.world
             for lane in np.flatnonzero(lanes):
                 given = [int(get(warp)[lane]) for get in (shared, address, nbytes, meeting)]
-                world.copies.append(load_bytes(world.memory, warp.cta, *given))
+                world.copies.append(load_bytes(warp, *given))
             return Then.GO_ON
 
         return load
@@ -176,7 +194,7 @@ def copy(at: Operands, op: str, to: str, of: str, count: str, barrier: str = "")
     def store(warp: Warp, lanes: Bools) -> Then:
         for lane in np.flatnonzero(lanes):
             given = [int(get(warp)[lane]) for get in (address, shared, nbytes)]
-            issue(warp, int(lane), store_bytes(warp.world.memory, warp.cta, *given, adds))
+            issue(warp, int(lane), store_bytes(warp, *given, adds))
         return Then.GO_ON
 
     return store
@@ -200,9 +218,9 @@ def copy_tile(at: Operands, op: str, to: str, of: str, *rest: str) -> Act:
             room = int(shared(warp)[lane])
             if meeting is not None:
                 barrier = int(meeting(warp)[lane])
-                world.copies.append(load_tile(world.memory, warp.cta, Tile(tensor, place), room, barrier))
+                world.copies.append(load_tile(warp, Tile(tensor, place), room, barrier))
             else:
-                issue(warp, int(lane), store_tile(world.memory, warp.cta, Tile(tensor, place), room))
+                issue(warp, int(lane), store_tile(warp, Tile(tensor, place), room))
         return Then.GO_ON
 
     return act
@@ -230,7 +248,7 @@ def await_groups(at: Operands, op: str, most: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         groups = [warp.copies[int(lane)].groups for lane in np.flatnonzero(lanes)]
-        old = [each for mine in groups for group in mine[: len(mine) - count] for each in group]
+        old = [each for mine in groups for group in mine[: max(0, len(mine) - count)] for each in group]
 
         def finished() -> bool:
             return all(each.is_done or (reads and each.has_read) for each in old)
@@ -242,7 +260,7 @@ def await_groups(at: Operands, op: str, most: str) -> Act:
             return Then.AGAIN
         if not reads:
             for mine in groups:
-                del mine[: len(mine) - count]
+                del mine[: max(0, len(mine) - count)]
         return Then.GO_ON
 
     return act

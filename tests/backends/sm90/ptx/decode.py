@@ -15,7 +15,7 @@ from tests.backends.sm90.ptx.warp import Group, Warp
 
 Step = Callable[[Warp], bool]  # False if other warps have their turn
 
-# The machine has no caches, any number of registers, and one order of all accesses to global memory.
+# The machine has no caches, any number of registers, and one order of all accesses to registers and global memory.
 NOTHING = (
     "prefetch.tensormap",
     "setmaxnreg.",
@@ -31,16 +31,17 @@ MAKERS: dict[str, Callable[..., Act]] = {
     "st.shared": moves.store_shared,
     "ld.": moves.load_global,
     "st.global": moves.store_global,
-    "red.release": lambda at, op, where, by: moves.add_global(at, None, where, by),
-    "atom.global.add": lambda at, op, *rest: moves.add_global(at, *rest),
+    "red.release.gpu.global.add.s32": lambda at, op, where, by: moves.add_global(at, None, where, by),
+    "atom.global.add.u32": lambda at, op, *rest: moves.add_global(at, *rest),
     "shfl.sync": moves.shuffle,
     "elect.sync": moves.elect,
     "vote.sync.ballot": moves.ballot,
     "bar.": meetings.meet,
     "fence.proxy.async.shared": meetings.fence,
     "mbarrier.init": meetings.init,
-    "mbarrier.arrive": meetings.arrive,
-    "mbarrier.t": meetings.test,
+    "mbarrier.arrive.": meetings.arrive,
+    "mbarrier.try_wait.parity": meetings.test,
+    "mbarrier.test_wait.parity": meetings.test,
     "wgmma.mma_async": products.product,
     "wgmma.commit_group": products.commit,
     "wgmma.wait_group": products.await_groups,
@@ -49,8 +50,14 @@ MAKERS: dict[str, Callable[..., Act]] = {
     "cp.async.bulk.commit_group": bulk.commit,
     "cp.async.bulk.wait_group": bulk.await_groups,
     "cp.async.bulk.tensor": bulk.copy_tile,
-    "cp.": bulk.copy,
+    "cp.async.bulk.": bulk.copy,
+    "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32": bulk.copy,
 }
+
+
+def is_for_all(op: str) -> bool:
+    """Whether all lanes of a warp execute the instruction together."""
+    return ".sync" in op or op.startswith("bar.")
 
 
 def step(at: Operands, each: Instruction) -> Step:
@@ -59,6 +66,7 @@ def step(at: Operands, each: Instruction) -> Step:
     if each.op in ("bra", "bra.uni"):
         return _branch(at.text.labels[each.operands[0]], guard, negated)
     if each.op == "ret":
+        assert guard is None
         return _end
     act = _act(at, each)
     if guard is None:
@@ -70,8 +78,12 @@ def step(at: Operands, each: Instruction) -> Step:
 
         return plain
 
+    together = is_for_all(each.op)
+
     def guarded(warp: Warp) -> bool:
         lanes = warp.lanes & (guard(warp) ^ negated)
+        if together and lanes.any() and not lanes.all():
+            raise Fault(f"{each.op} runs in some lanes of a warp")
         then = act(warp, lanes) if lanes.any() else Then.GO_ON
         warp.at += then is not Then.AGAIN
         return then is Then.GO_ON

@@ -39,7 +39,7 @@ class MachineBackend(backend.Sm90Backend):
 
 
 class ExactForward:
-    """The bits of a row follow from the row and its keys. Tensors have a batch or not."""
+    """A row of the output depends on its query and its keys alone. Tensors may lack the batch dimension."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -55,7 +55,7 @@ class ExactForward:
 @contextmanager
 def machine(chance: Chance, workers: int = 4) -> Iterator[None]:
     """Inside, tensors of the CPU are those of a GPU with `workers` SMs. New tensors hold NaN until they are written."""
-    was = torch.are_deterministic_algorithms_enabled()
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     replaced = [
         (cpu, "CpuBackend", MachineBackend),
         (backend, "resident_workers", lambda device: workers),
@@ -70,15 +70,16 @@ def machine(chance: Chance, workers: int = 4) -> Iterator[None]:
     with ExitStack() as stack:
         for place, name, value in replaced:
             stack.enter_context(patch.object(place, name, value))
-        stack.callback(torch.use_deterministic_algorithms, was)
+        stack.callback(torch.use_deterministic_algorithms, was[0], warn_only=was[1])
         stack.callback(forget)
         forget()
         torch.use_deterministic_algorithms(True)
+        assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         yield
 
 
 def forget() -> None:
-    """What is kept for tensors of the CPU belongs to the other backend."""
+    """Forget what is prepared for tensors of the CPU: it belongs to the other backend."""
     calls._seen.clear()
     prepare.cache_clear()
     prepare_panels.cache_clear()

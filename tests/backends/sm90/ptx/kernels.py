@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dash_attn.backends.sm90.cache import Kernels, compile_kernel, shared
 from dash_attn.backends.sm90.config import KernelConfig
-from dash_attn.backends.sm90.cta import CONSUMER_WARPGROUPS, SMEM_LIMIT, TILE_N
+from dash_attn.backends.sm90.cta import CONSUMER_WARPGROUPS, TILE_N
+from dash_attn.backends.sm90.smem_plan import plan
 from tests.backends.sm90.ptx.bulk import TensorMap
 from tests.backends.sm90.ptx.machine import Chance, Machine
 from tests.backends.sm90.ptx.memory import Global
@@ -22,7 +23,7 @@ from tests.backends.sm90.ptx.warp import World
 
 FAR = 1 << 30  # the rows that a pack's descriptor has: FAR in device/rows.py, which needs the compiler
 TOGETHER = 4  # CTAs of a side kernel that run at the same time
-SIDE_BYTES = 1024  # shared memory of a side kernel
+SIDE_BYTES = 256  # shared memory of a side kernel
 
 Tensors = Sequence[Tensor]
 Grid = tuple[int, int, int]
@@ -66,7 +67,7 @@ class Kernel:
         world = World(memory, [x for x in call.arguments if isinstance(x, TensorMap)])
         machine = Machine(text, dict(bound(text, call.arguments)), world, self.chance)
         if self.kind == "main":
-            machine.launch(call.grid, call.grid[0], SMEM_LIMIT)  # a cooperative launch
+            machine.launch(call.grid, call.grid[0], plan(self.cfg).total)  # a cooperative launch
         else:
             machine.launch(call.grid, TOGETHER, SIDE_BYTES)
 
@@ -131,7 +132,7 @@ def kernels(cfg: KernelConfig, folds: bool, chance: Chance) -> Kernels:
 
 
 def bound(text: Text, arguments: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
-    """The bytes of each parameter. Those of a descriptor are its number. The shape beside it is not read."""
+    """The bytes of each parameter. The bytes of a descriptor are its number. No kernel reads the shape after it."""
     maps = 0
     for (name, size), value in zip(text.params.items(), arguments, strict=True):
         if isinstance(value, Tensor):
@@ -146,7 +147,8 @@ def bound(text: Text, arguments: Sequence[Any]) -> Iterator[tuple[str, bytes]]:
 
 
 def tensor_bytes(x: Tensor, size: int) -> bytes:
-    """A tensor as kernels take it: its address, its sizes but the last fixed ones, and its strides but the last one."""
+    """A tensor as kernels take it: its address, its sizes without the last ones that the kernel knows, and its strides
+    without the last one."""
     for sizes in range(x.dim(), -1, -1):
         head = struct.pack(f"<q{sizes}i", x.data_ptr(), *x.shape[:sizes])
         whole = head.ljust(-(-len(head) // 8) * 8, b"\0") + struct.pack(f"<{x.dim() - 1}q", *x.stride()[:-1])

@@ -23,7 +23,7 @@ def kind(suffix: str) -> Any:
 
 
 def bits(x: Array) -> Array:
-    """A result as it lies in a register."""
+    """A result with the type in which registers hold it."""
     return x if x.dtype.kind in "ub" else x.view(WIDTHS[str(8 * x.dtype.itemsize)])
 
 
@@ -42,8 +42,10 @@ def _logical(a: Array, by: Array, width: int) -> Array:
 
 
 def divided(a: Array, b: Array) -> Array:
-    """Towards zero. A division by zero has no meaning in the kernel."""
-    assert (b != 0).all()
+    """Towards zero. What a division by zero gives is not defined."""
+    b = np.where(b == 0, 1, b).astype(b.dtype)
+    if a.dtype.kind == "u":
+        return a // b
     return (np.sign(a) * np.sign(b) * (abs(a.astype(np.int64)) // abs(b.astype(np.int64)))).astype(a.dtype)
 
 
@@ -52,7 +54,7 @@ def remainder(a: Array, b: Array) -> Array:
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """The product of two float32 is exact in float64."""
+    """The product of two float32 is exact in float64. The sum is rounded there once more, which hardly ever shows."""
     return (a.astype(np.float64) * b + c).astype(np.float32)
 
 
@@ -91,8 +93,8 @@ ARITHMETIC: dict[str, Function] = {
     "fma.rn": fused,
     "div": divided,
     "rem": remainder,
-    "min": np.minimum,
-    "max": np.maximum,
+    "min": np.fmin,  # for floats: the other operand if one is NaN
+    "max": np.fmax,
     "abs": np.abs,
     "neg": lambda a: -a,
     "and": lambda a, b: a & b,
@@ -105,7 +107,7 @@ ARITHMETIC: dict[str, Function] = {
     "ex2.approx.ftz": lambda a: np.exp2(a.astype(np.float64)).astype(np.float32),
     "tanh.approx": np.tanh,
     "setp.eq": lambda a, b: a == b,
-    "setp.ne": lambda a, b: a != b,
+    "setp.ne": lambda a, b: (a != b) & (a == a) & (b == b),  # false with NaN; setp.neu is true
     "setp.neu": lambda a, b: ~(a == b),
     "setp.lt": lambda a, b: a < b,
     "setp.le": lambda a, b: a <= b,
@@ -114,7 +116,7 @@ ARITHMETIC: dict[str, Function] = {
 }
 
 
-# Two's complement has the same bits for both. A register holds unsigned numbers, so it is taken as it is.
+# These have the same result for signed and unsigned numbers. Registers hold unsigned numbers, which need no view.
 UNSIGNED = ("add", "sub", "mul.lo", "mad.lo", "and", "or", "xor", "not", "mov", "setp.eq", "setp.ne")
 
 

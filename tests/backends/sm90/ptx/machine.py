@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.backends.sm90.ptx.decode import step
+from tests.backends.sm90.ptx.decode import is_for_all, step
 from tests.backends.sm90.ptx.lanes import LANES
 from tests.backends.sm90.ptx.memory import Fault, Shared
 from tests.backends.sm90.ptx.operands import Operands
@@ -22,15 +22,18 @@ from tests.backends.sm90.ptx.warp import ALL, Cta, Warp, World
 
 Place = tuple[int, int, int]
 
+MOST_STEPS = 200_000_000  # instructions of warps in a launch, far more than any test needs
 
-@dataclass
+
+@dataclass(frozen=True)
 class Chance:
     """How the machine chooses.
 
-    eagerness  with 1 copies and products happen soon. With 0 a product happens when a warp waits for it, and a copy
-               when nothing else can. A copy that no warp waits for writes to global memory last
+    eagerness  the chance that a copy or product makes a step before the next warp runs. With 0 a product runs when a
+               warp waits for it, and a copy makes a step only when no warp can run. A copy that no warp waits for then
+               writes to global memory last
     slice      how many instructions a warp runs at most before another one has its turn
-    slow       numbers of warps that run when no other warp can
+    slow       numbers of the warps that run only if no other warp and no copy can
     """
 
     seed: int = 0
@@ -38,17 +41,16 @@ class Chance:
     slice: int = 100
     slow: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-
 
 class Machine:
     def __init__(self, text: Text, params: dict[str, bytes], world: World, chance: Chance) -> None:
         self.text, self.world, self.chance = text, world, chance
+        self.random = random.Random(chance.seed)
         self.operands = Operands(text, params)
         self.steps = [step(self.operands, each) for each in text.instructions]
-        self.for_all = [".sync" in each.op for each in text.instructions]  # all lanes of a warp execute them together
+        self.for_all = [is_for_all(each.op) for each in text.instructions]
         self.polled = -1  # the progress when polls were last repeated
+        self.executed = 0
 
     def launch(self, grid: Place, together: int, shared_bytes: int) -> None:
         """Run all CTAs of a grid, `together` of them at the same time."""
@@ -69,7 +71,7 @@ class Machine:
         return cta.members
 
     def _run(self, warps: list[Warp]) -> None:
-        warps, choose, slow = list(warps), self.chance.random, self.chance.slow
+        warps, choose, slow = list(warps), self.random, self.chance.slow
         while warps:
             if choose.random() < self.chance.eagerness:
                 self._advance(warps)
@@ -85,6 +87,8 @@ class Machine:
             self._slice(warp, choose.randint(1, self.chance.slice))
             if warp.is_done:
                 warps.remove(warp)
+        if any(not copy.may_outlive for copy in self.world.copies):
+            raise Fault("a CTA ends while a copy uses its shared memory")
         while self._advance([]):
             pass
 
@@ -98,13 +102,13 @@ class Machine:
             moves = [copy.advance for copy in self.world.copies if copy.patience == least]
         if not moves:
             return False
-        self.chance.random.choice(moves)()
+        self.random.choice(moves)()
         self.world.copies = [copy for copy in self.world.copies if not copy.is_done]
         self.world.progress += 1
         return True
 
     def _poll_again(self, warps: list[Warp]) -> None:
-        """No warp can go on. What a poll has read may be what its warp waits for, so polls go on once."""
+        """No warp can go on. A poll may have read the value that its warp waits for, so each poll goes on once."""
         if self.polled == self.world.progress:
             raise Fault(f"the kernel hangs: {self._places(warps)}")
         self.polled = self.world.progress
@@ -118,9 +122,11 @@ class Machine:
                 warp.converge(self.for_all.__getitem__)
             elif warp.lanes is not ALL and not warp.lanes.all():
                 raise Fault("lanes of a warp are lost")
+            self.executed += 1
             if not self.steps[warp.at](warp):
                 return
-        self.world.progress += 1  # a poll may be repeated
+        if self.executed > MOST_STEPS:
+            raise Fault(f"the kernel does not end: {self._places([warp])}")
 
     def _places(self, warps: list[Warp]) -> str:
         """Where each warp is."""

@@ -15,8 +15,8 @@ from tests.backends.sm90.ptx.warp import Warp
 class Barrier:
     """An mbarrier. A phase ends when all arrivals and all announced bytes have come.
 
-    arriving  what those know that have arrived in the present phase
-    arrived   what those knew that had arrived when the last phase ended
+    arriving  what the warps know that have arrived in this phase and before
+    arrived   what they knew when the last phase ended
     """
 
     arrivals: int
@@ -48,11 +48,12 @@ class Barrier:
 
 @dataclass
 class NamedBarrier:
-    """`arriving` and `arrived` are those of Barrier."""
+    """`arriving` and `arrived` have the same meaning as in Barrier."""
 
     arriving: Clock
     arrived: Clock
     waiting: int = 0  # threads
+    needed: int = 0  # threads, 0 if none waits
     generation: int = 0
 
 
@@ -119,9 +120,11 @@ def meet(at: Operands, op: str, name: str, count: str = "") -> Act:
         mine = barrier.generation
         warp.clock.tell(barrier.arriving)
         warp.world.progress += 1
-        barrier.waiting += 32
-        if barrier.waiting == int(threads(warp)[0]):
-            barrier.waiting, barrier.generation = 0, mine + 1
+        barrier.waiting, barrier.needed = barrier.waiting + 32, barrier.needed or int(threads(warp)[0])
+        if barrier.needed != int(threads(warp)[0]) or barrier.waiting > barrier.needed:
+            raise Fault("warps meet at a named barrier with different numbers of threads")
+        if barrier.waiting == barrier.needed:
+            barrier.waiting, barrier.needed, barrier.generation = 0, 0, mine + 1
             barrier.arrived.learn(barrier.arriving)
         if ".arrive" in op:
             return Then.GO_ON

@@ -23,17 +23,17 @@ class Fault(RuntimeError):
 
 
 class Global:
-    """The tensors of a launch, at their addresses on the host."""
+    """The tensors of a launch, at their addresses on the host. Some are parts of one storage."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._rooms: list[Bytes] = []
 
     def add(self, x: Tensor) -> None:
-        storage = x.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
-        if not size or start in self._starts:
+        if not x.numel():
             return
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        start, size = x.data_ptr(), (1 + last) * x.element_size()
         room = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start))
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
@@ -42,7 +42,9 @@ class Global:
     def room(self, address: int, size: int) -> Bytes:
         """`size` bytes at an address, all in one tensor."""
         at = bisect_right(self._starts, address) - 1
-        if at < 0 or address + size > self._starts[at] + len(self._rooms[at]):
+        while at >= 0 and address + size > self._starts[at] + len(self._rooms[at]):
+            at -= 1
+        if at < 0:
             raise Fault(f"{size} bytes at global address {address:#x} are not in a tensor")
         if address % min(size, 16):
             raise Fault(f"{size} bytes at global address {address:#x} are misaligned")
@@ -62,19 +64,24 @@ class Global:
 
 
 class Clock:
-    """What a warp knows of the others: the time of each warp up to which its loads and stores have happened before.
+    """What a warp knows of each other warp: it knows everything that this warp did up to this time.
 
     A warp's own time passes when it arrives at a barrier. Whoever waits there learns what all that arrived know.
     """
 
     def __init__(self, warps: int, warp: int = -1) -> None:
-        """That of a warp, or of a barrier."""
+        """The clock of a warp, or of a barrier if `warp` is -1."""
         self.times, self.warp = np.zeros(warps, np.int64), warp
         if warp >= 0:
             self.times[warp] = 1
 
     def learn(self, other: Clock) -> None:
         np.maximum(self.times, other.times, out=self.times)
+
+    def copy(self) -> Clock:
+        other = Clock(len(self.times), self.warp)
+        other.times[:] = self.times
+        return other
 
     def tell(self, barrier: Clock) -> None:
         barrier.learn(self)
@@ -84,16 +91,16 @@ class Clock:
 class Shared:
     """The shared memory of a CTA.
 
-    A warp reads a word, or stores to it, only if it knows of the stores before; and it stores only if it knows of the
-    reads before. Asynchronous reads see plain stores after a proxy fence, of the storing warp or of a warp that knows
-    of the stores.
+    A warp may read or store a word only if it knows of every earlier store to it. It may store only if it also knows of
+    every earlier read. An asynchronous read needs a proxy fence after a plain store. The storing warp may fence, or any
+    warp that knows of the store.
     """
 
     def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
         self._words = self.bytes.view(np.uint32)
         self._storing = np.full(size // 4, -1, np.int8)  # the warp that has stored the word, -1 if a copy has
-        self._stored = np.zeros(size // 4, np.int64)  # when it did
+        self._stored = np.zeros(size // 4, np.int64)  # the time of that store
         self._unfenced = np.zeros(size // 4, np.bool_)
         self._read = np.zeros((warps, size // 4), np.int64)  # when each warp last did
 
@@ -110,11 +117,10 @@ class Shared:
         return np.asarray(self._words[words])
 
     def store(self, words: Words, values: npt.NDArray[np.uint32], clock: Clock) -> None:
+        if np.unique(words).size < words.size:
+            raise Fault(f"lanes of warp {clock.warp} store to the same word")
         self._know_stores(words, clock)
-        unknown = self._read[:, words.ravel()].max(1, initial=0) > clock.times
-        unknown[clock.warp] = False
-        if unknown.any():
-            raise Fault(f"warp {clock.warp} stores what warp {unknown.argmax()} may not have read yet")
+        self._know_reads(words, clock)
         self._words[words] = values
         self._storing[words], self._stored[words] = clock.warp, clock.times[clock.warp]
         self._unfenced[words] = True
@@ -123,8 +129,9 @@ class Shared:
         stored = np.flatnonzero(self._unfenced)
         self._unfenced[stored[self._stored[stored] <= clock.times[self._storing[stored]]]] = False
 
-    def read_async(self, offsets: Words) -> Bytes:
-        """Bytes as TMA and products read them."""
+    def read_async(self, offsets: Words, known: Clock) -> Bytes:
+        """Bytes as TMA and products read them. `known` is what their warp knew when it issued them."""
+        self._know_stores(np.unique(offsets // 4), known)
         unfenced = self._unfenced[offsets // 4]
         if unfenced.any():
             where = offsets[unfenced]
@@ -134,9 +141,24 @@ class Shared:
             )
         return np.asarray(self.bytes[offsets])
 
+    def announce(self, offsets: Words, clock: Clock) -> None:
+        """A warp issues a copy that will write these bytes. From now on they hold no value."""
+        words = np.unique(offsets // 4)
+        self._know_stores(words, clock)
+        self._know_reads(words, clock)
+        if self._unfenced[words].any():
+            raise Fault(f"a copy of warp {clock.warp} overwrites a store without a proxy fence")
+        self.write_async(offsets, POISON)
+
     def write_async(self, offsets: Words, values: Bytes | int) -> None:
         self.bytes[offsets] = values
         self._storing[offsets // 4], self._unfenced[offsets // 4] = -1, False
+
+    def _know_reads(self, words: Words, clock: Clock) -> None:
+        unknown = self._read[:, words.ravel()].max(1, initial=0) > clock.times
+        unknown[clock.warp] = False
+        if unknown.any():
+            raise Fault(f"warp {clock.warp} stores what warp {unknown.argmax()} may not have read yet")
 
     def _know_stores(self, words: Words, clock: Clock) -> None:
         storing = self._storing[words]

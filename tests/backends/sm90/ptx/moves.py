@@ -28,7 +28,7 @@ def computed(at: Operands, compute: tuple[Callable[..., Any], tuple[Any, ...]], 
 
 
 def _value(function: Callable[..., Any], gets: list[Get]) -> Get:
-    """Written out, because most of the time goes here."""
+    """Each number of operands has its own lambda, because most of the time goes here."""
     if len(gets) == 1:
         (first,) = gets
         return lambda warp: function(first(warp))
@@ -78,6 +78,7 @@ def load_param(at: Operands, op: str, to: str, of: str) -> Act:
 
 
 def load_shared(at: Operands, op: str, to: str, of: str) -> Act:
+    assert op.endswith("32")
     puts, address = at.puts(to), at.shared(of)
 
     def act(warp: Warp, lanes: Bools) -> Then:
@@ -91,6 +92,7 @@ def load_shared(at: Operands, op: str, to: str, of: str) -> Act:
 
 
 def store_shared(at: Operands, op: str, to: str, of: str) -> Act:
+    assert op.endswith("32")
     gets, address = at.gets(of), at.shared(to)
 
     def act(warp: Warp, lanes: Bools) -> Then:
@@ -104,7 +106,8 @@ def store_shared(at: Operands, op: str, to: str, of: str) -> Act:
 
 
 def load_global(at: Operands, op: str, to: str, of: str) -> Act:
-    """After a load that others may answer the warp waits until something has changed."""
+    """A load with .acquire or .relaxed is a poll: after it the warp waits until something has changed."""
+    assert op.endswith("32")
     puts, address = at.puts(to), at.address(of, np.uint64)
     polls = "acquire" in op or "relaxed" in op
 
@@ -122,6 +125,7 @@ def load_global(at: Operands, op: str, to: str, of: str) -> Act:
 
 
 def store_global(at: Operands, op: str, to: str, of: str) -> Act:
+    assert op.endswith("32")
     gets, address = at.gets(of), at.address(to, np.uint64)
 
     def act(warp: Warp, lanes: Bools) -> Then:
@@ -155,10 +159,12 @@ def add_global(at: Operands, to: str | None, where: str, by: str) -> Act:
 
 
 def shuffle(at: Operands, op: str, to: str, of: str, by: str, *_: str) -> Act:
+    mode = op.split(".")[2]
+    assert mode in ("idx", "bfly") and "|" not in to
     put, get, index = at.put(to), at.get(of, np.uint32), at.get(by, np.uint32)
 
     def act(warp: Warp, lanes: Bools) -> Then:
-        source = index(warp) % 32 if ".idx." in op else LANES ^ index(warp)
+        source = index(warp) % 32 if mode == "idx" else LANES ^ index(warp)
         put(warp, lanes, get(warp)[source])
         return Then.GO_ON
 
@@ -180,7 +186,7 @@ def ballot(at: Operands, op: str, to: str, of: str, *_: str) -> Act:
     put, get = at.put(to), at.get(of, np.bool_)
 
     def act(warp: Warp, lanes: Bools) -> Then:
-        word = int((get(warp).astype(np.uint64) << LANES.astype(np.uint64)).sum())
+        word = int(((get(warp) & lanes).astype(np.uint64) << LANES.astype(np.uint64)).sum())
         put(warp, lanes, np.full(32, word, np.uint32))
         return Then.GO_ON
 

@@ -13,16 +13,12 @@ from dataclasses import replace
 from typing import NamedTuple
 from unittest.mock import patch
 
-import torch
-
-from dash_attn.backends import Gradients
 from dash_attn.backends.sm90.config import KernelConfig
 from dash_attn.problem import CAUSAL, Problem, documents, window
 from tests.backends.sm90.ptx import kernels
 from tests.backends.sm90.ptx.machine import Chance
-from tests.backends.sm90.ptx.memory import Fault
 from tests.backends.sm90.ptx.text import Instruction, Text
-from tests.backends.sm90.ptx.trial import ROLES, Trial, same
+from tests.backends.sm90.ptx.trial import ROLES, Got, Trial, same
 
 NOTHING = "prefetch.tensormap"
 LEFT_OUT = (  # beginnings of the instructions that wait, arrive, or make stores visible
@@ -102,16 +98,16 @@ INTERLEAVINGS = [
 ]
 
 
-def noticed(trial: Trial, mutant: Mutant, want: Gradients) -> str | None:
+def noticed(trial: Trial, mutant: Mutant, want: Got) -> str | None:
     """How a mutant is noticed, or None."""
     needed = trial.co_resident()
     with changed(mutant):
         for seed, (eagerness, length, slow, workers) in enumerate(INTERLEAVINGS):
             try:
-                grads = trial.run(Chance(seed, eagerness, length, slow), workers=max(workers, needed))
-            except Fault as fault:
-                return str(fault)
-            if not same(grads, want) or not all(bool(torch.isfinite(x).all()) for x in grads):
+                got = trial.run(Chance(seed, eagerness, length, slow), workers=max(workers, needed))
+            except Exception as error:  # what a wrong kernel reads may be any number
+                return str(error) or type(error).__name__
+            if not same(got, want):
                 return "other bits"
     return None
 

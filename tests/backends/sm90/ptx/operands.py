@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tests.backends.sm90.ptx.lanes import bits, kind
-from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools
+from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools, Fault
 from tests.backends.sm90.ptx.text import Text
 from tests.backends.sm90.ptx.warp import ALL, Warp
 
@@ -20,6 +20,7 @@ Act = Callable[[Warp, Bools], "Then"]  # what an instruction does in the lanes w
 
 PARAMETERS = 1 << 40  # where the parameters begin: addresses that no tensor has
 PARAMETER_BYTES = 128  # the largest parameter is a TMA descriptor
+SPECIAL = {"%tid.x", "%laneid", *(f"%{of}.{axis}" for of in ("ctaid", "nctaid") for axis in "xyz")}
 PREFIXES = {"%p": "pred", "%rs": "b16", "%rd": "b64"}  # registers that the compiler names; all others have 32 bits
 
 
@@ -43,6 +44,7 @@ class Operands:
         self.text = text
         self._numbers: dict[str, int] = {}
         self._initial: list[Any] = []
+        assert all(len(value) <= PARAMETER_BYTES for value in params.values())
         self._params = {name: i * PARAMETER_BYTES for i, name in enumerate(params)}
         self.bytes = b"".join(value.ljust(PARAMETER_BYTES, b"\0") for value in params.values())
 
@@ -58,14 +60,17 @@ class Operands:
         """The place of a register."""
         if name not in self._numbers:
             self._numbers[name] = len(self._initial)
-            prefix = re.match(r"%?[a-z]+", name)
-            width = self.text.registers.get(name) or PREFIXES.get(prefix[0] if prefix else "", "b32")
-            self._initial.append(np.zeros(32, bits(np.empty(0, kind(width))).dtype))
+            usual = re.fullmatch(r"(%(?:p|r|rs|rd))\d+", name)
+            if not (usual or name in self.text.registers or name in SPECIAL):
+                raise Fault(f"the machine does not know the register {name}")
+            width = self.text.registers.get(name) or PREFIXES.get(usual[1] if usual else "", "b32")
+            self._initial.append(~np.zeros(32, bits(np.empty(0, kind(width))).dtype))
         return self._numbers[name]
 
     def get(self, name: str, dtype: Any) -> Get:
         if name.startswith("%") or name in self.text.registers:
             at = self.number(name)
+            assert self._initial[at].dtype.itemsize == np.dtype(dtype).itemsize, (name, dtype)
             if self._initial[at].dtype == dtype:
                 return lambda warp: warp.registers[at]
             return lambda warp: warp.registers[at].view(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.backends.sm90.ptx.lanes import LANES
-from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools, Shared
+from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools, Bytes, Shared
 from tests.backends.sm90.ptx.operands import Act, Operands, Then, several
 from tests.backends.sm90.ptx.warp import Product, Warp
 
@@ -37,7 +37,7 @@ class Descriptor(NamedTuple):
         return Descriptor(*fields, mode == 1)
 
     def offsets(self, lines: Longs, transposed: bool) -> Longs:
-        """Where the elements (line, step) lie in shared memory, in bytes from its begin. Lines are rows or columns."""
+        """Where the two bytes of the elements (line, step) lie in shared memory. Lines are rows or columns."""
         line, step = lines[:, None], np.arange(STEPS)[None, :]
         if not transposed:
             inner = step % 8 * 2 + step // 8 * (16 if self.swizzled else self.leading)
@@ -48,16 +48,13 @@ class Descriptor(NamedTuple):
         at = at + self.start
         if self.swizzled:
             at = at ^ (at >> 7 & 7) << 4
-        return np.asarray(at - SHARED_BASE)
+        at = at - SHARED_BASE
+        return np.stack([at, at + 1], -1)
 
 
-def values(shared: Shared, offsets: Longs, dtype: str) -> Floats:
-    """16-bit elements at byte offsets."""
-    both = shared.read_async(np.stack([offsets, offsets + 1], -1))
-    return numbers(both.view(np.uint16)[..., 0], dtype)
-
-
-def numbers(halves: npt.NDArray[np.uint16], dtype: str) -> Floats:
+def numbers(pairs: Bytes, dtype: str) -> Floats:
+    """Elements of two bytes each."""
+    halves = np.ascontiguousarray(pairs).view(np.uint16)[..., 0]
     if dtype == "bf16":
         return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return halves.view(np.float16).astype(np.float32)
@@ -67,9 +64,9 @@ def fragment(registers: list[Any], dtype: str) -> Floats:
     """The left operand of a warp, (ROWS, STEPS), from four registers of two elements each."""
     out = np.empty((ROWS, STEPS), np.float32)
     for i, register in enumerate(registers):
-        halves = np.ascontiguousarray(register).view(np.uint16).reshape(32, 2)
+        both = numbers(np.ascontiguousarray(register).view(np.uint8).reshape(32, 2, 2), dtype)
         for j in range(2):
-            out[LANES // 4 + i % 2 * 8, LANES % 4 * 2 + j + i // 2 * 8] = numbers(halves[:, j].copy(), dtype)
+            out[LANES // 4 + i % 2 * 8, LANES % 4 * 2 + j + i // 2 * 8] = both[:, j]
     return out
 
 
@@ -106,11 +103,11 @@ def transpose(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def product(at: Operands, op: str, *operands: str) -> Act:
-    """The left operand is a descriptor, or registers. Operands in shared memory are read when the product runs."""
+    """The left operand is a descriptor, or registers. All operands are read when the product runs."""
     sums, left, right, scale, *rest = operands
-    numbers, dtype = [at.number(name) for name in several(sums)], op.rpartition(".")[2]
-    row, column = places(len(numbers))
-    lines = np.arange(2 * len(numbers))
+    targets, dtype = [at.number(name) for name in several(sums)], op.rpartition(".")[2]
+    row, column = places(len(targets))
+    lines = np.arange(2 * len(targets))
     adds, word = at.get(scale, np.bool_), at.get(right, np.uint64)
     signs, (*left_trans, right_trans) = rest[:2], [x == "1" for x in rest[2:]]
     assert signs == ["1", "1"], "no operand is negated here"
@@ -119,19 +116,19 @@ def product(at: Operands, op: str, *operands: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         shared, rows = warp.cta.shared, warp.number % 4 * ROWS + np.arange(ROWS)
-        given = [source(warp) for source in sources]
-        other, keeps = Descriptor.of(int(word(warp)[0])), bool(adds(warp)[0])
+        place = None if in_registers else Descriptor.of(int(sources[0](warp)[0]))
+        other, keeps, known = Descriptor.of(int(word(warp)[0])), bool(adds(warp)[0]), warp.clock.copy()
 
         def run() -> None:
-            if in_registers:
-                a = fragment(given, dtype)
+            if place is None:
+                a = fragment([source(warp) for source in sources], dtype)
             else:
-                a = values(shared, Descriptor.of(int(given[0][0])).offsets(rows, left_trans[0]), dtype)
-            b = values(shared, other.offsets(lines, right_trans), dtype)
+                a = numbers(shared.read_async(place.offsets(rows, left_trans[0]), known), dtype)
+            b = numbers(shared.read_async(other.offsets(lines, right_trans), known), dtype)
             total = (a @ b.T)[row, column]
-            for i, number in enumerate(numbers):
-                old = warp.registers[number].view(np.float32)
-                warp.registers[number] = (old + total[i] if keeps else total[i]).view(np.uint32)
+            for i, target in enumerate(targets):
+                old = warp.registers[target].view(np.float32)
+                warp.registers[target] = (old + total[i] if keeps else total[i]).view(np.uint32)
 
         warp.products.append(Product(warp.committed, run))
         return Then.GO_ON

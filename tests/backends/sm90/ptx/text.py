@@ -21,7 +21,8 @@ class Guard(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """`op` is the name with its modifiers. An operand is a name, a number, '[address]' or '{several}'."""
+    """`op` is the name with its modifiers, such as ld.global.b32. An operand is a name, a number, '[address]' or
+    '{several}'."""
 
     op: str
     operands: tuple[str, ...]
@@ -70,7 +71,7 @@ def read(source: str) -> Text:
 
 
 def _read_body(body: str, text: Text) -> None:
-    """Names that a block '{ ... }' declares get its number, because other blocks declare the same names."""
+    """Blocks '{ ... }' may declare the same name. So a declared name gets the number of its block."""
     scopes, blocks = [Scope("", set())], 0
     for line in _statements(body):
         if line == "{":

@@ -24,7 +24,7 @@ ALL = np.ones(32, np.bool_)
 class World:
     """What all warps of a launch share.
 
-    copies    those that are not done
+    copies    bulk copies that are not done
     progress  counts everything that another warp could see
     """
 
@@ -63,7 +63,7 @@ class Product(NamedTuple):
 
 @dataclass
 class LaneCopies:
-    """Bulk copies of one thread from shared memory: those of the open group, and the groups before it."""
+    """The bulk copies that one thread has issued from shared memory: the open group, and the committed groups."""
 
     open: list[Copy] = field(default_factory=list)
     groups: list[list[Copy]] = field(default_factory=list)
@@ -88,9 +88,9 @@ class Warp:
         self.is_done = False
 
     def converge(self, needs_all: Callable[[int], bool]) -> None:
-        """Join lanes that are at the same instruction, and run those that are farthest behind.
+        """Join lanes that are at the same instruction. Then the lanes that are farthest behind run.
 
-        Lanes before an instruction that all lanes execute together wait for the others.
+        Lanes before an instruction for all lanes wait there.
         """
         joined: dict[int, Bools] = {}
         for at, lanes in [Group(self.at, self.lanes), *self.parked]:
