@@ -15,7 +15,7 @@ PIP   := $(BIN)/python -m pip install -q --disable-pip-version-check -c constrai
 
 help:
 	@echo "make demo       run attention under every policy, print the table, write report.html"
-	@echo "make test       lint, types and the CPU tests (kernels are compiled, not run)"
+	@echo "make test       lint, types and the CPU tests (kernels are compiled, and run in an interpreter)"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make types      mypy"
 	@echo "make gpu-test   the tests that need a Hopper GPU"
