@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from random import Random
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -64,7 +65,8 @@ class Kernel:
         for x in (*call.arguments, *call.others):
             if isinstance(x, Tensor):
                 memory.add(x)
-        world = World(memory, [x for x in call.arguments if isinstance(x, TensorMap)])
+        maps = [x for x in call.arguments if isinstance(x, TensorMap)]
+        world = World(memory, maps, Random(self.chance.seed))
         machine = Machine(text, dict(bound(text, call.arguments)), world, self.chance)
         if self.kind == "main":
             machine.launch(call.grid, call.grid[0], plan(self.cfg).total)  # a cooperative launch

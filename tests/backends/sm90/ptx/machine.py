@@ -7,7 +7,6 @@ whose bits depend on such a choice, or that needs a copy to come early, is wrong
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -45,7 +44,6 @@ class Chance:
 class Machine:
     def __init__(self, text: Text, params: dict[str, bytes], world: World, chance: Chance) -> None:
         self.text, self.world, self.chance = text, world, chance
-        self.random = random.Random(chance.seed)
         self.operands = Operands(text, params)
         self.steps = [step(self.operands, each) for each in text.instructions]
         self.for_all = [is_for_all(each.op) for each in text.instructions]
@@ -71,7 +69,7 @@ class Machine:
         return cta.members
 
     def _run(self, warps: list[Warp]) -> None:
-        warps, choose, slow = list(warps), self.random, self.chance.slow
+        warps, choose, slow = list(warps), self.world.random, self.chance.slow
         while warps:
             if choose.random() < self.chance.eagerness:
                 self._advance(warps)
@@ -102,7 +100,7 @@ class Machine:
             moves = [copy.advance for copy in self.world.copies if copy.patience == least]
         if not moves:
             return False
-        self.random.choice(moves)()
+        self.world.random.choice(moves)()
         self.world.copies = [copy for copy in self.world.copies if not copy.is_done]
         self.world.progress += 1
         return True

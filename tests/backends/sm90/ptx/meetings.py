@@ -10,6 +10,8 @@ from tests.backends.sm90.ptx.memory import Bools, Clock, Fault
 from tests.backends.sm90.ptx.operands import Act, Operands, Then
 from tests.backends.sm90.ptx.warp import Warp
 
+SPURIOUS = 0.05  # how often a wait gives up, so that the kernel has to wait again
+
 
 @dataclass
 class Barrier:
@@ -86,7 +88,7 @@ def arrive(at: Operands, op: str, to: str, where: str, count: str) -> Act:
 
 
 def test(at: Operands, op: str, to: str, where: str, parity: str, *_: str) -> Act:
-    """try_wait and test_wait. The first one waits until the phase has ended."""
+    """try_wait and test_wait. The first one waits until the phase has ended, but may give up before."""
     put, address, get, waits = at.put(to), at.shared(where), at.get(parity, np.uint32), ".try_wait" in op
 
     def act(warp: Warp, lanes: Bools) -> Then:
@@ -98,6 +100,9 @@ def test(at: Operands, op: str, to: str, where: str, parity: str, *_: str) -> Ac
         if waits and not passed:
             warp.waits = lambda: barrier.has_passed(wanted)
             return Then.AGAIN
+        if waits and warp.world.random.random() < SPURIOUS:
+            put(warp, lanes, np.full(32, False))
+            return Then.PAUSE
         if passed:
             warp.clock.learn(barrier.arrived)
         put(warp, lanes, np.full(32, passed))

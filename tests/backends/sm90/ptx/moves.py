@@ -175,8 +175,8 @@ def elect(at: Operands, op: str, to: str, *_: str) -> Act:
     number, flag = (at.put(name) for name in to.split("|"))
 
     def act(warp: Warp, lanes: Bools) -> Then:
-        number(warp, lanes, np.zeros(32, np.uint32))
-        flag(warp, lanes, LANES == 0)
+        number(warp, lanes, np.full(32, warp.world.leader, np.uint32))
+        flag(warp, lanes, warp.world.leader == LANES)
         return Then.GO_ON
 
     return act

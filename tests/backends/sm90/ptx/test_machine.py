@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 import torch
@@ -40,7 +42,9 @@ def run(body: str, threads: int = 32, chance: Chance = LATE, words: int = 64, ct
     text = read(KERNEL.replace("THREADS", str(threads)).replace("BODY", body))
     out, memory = torch.full((words,), 77, dtype=torch.int32), Global()
     memory.add(out)
-    Machine(text, dict(bound(text, [out])), World(memory), chance).launch((ctas, 1, 1), ctas, 4096)
+    Machine(text, dict(bound(text, [out])), World(memory, (), Random(chance.seed)), chance).launch(
+        (ctas, 1, 1), ctas, 4096
+    )
     return out.tolist()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,14 +25,20 @@ ALL = np.ones(32, np.bool_)
 class World:
     """What all warps of a launch share.
 
+    maps      the tensors that TMA descriptors name by number
+    random    for every choice
     copies    bulk copies that are not done
     progress  counts everything that another warp could see
     """
 
     memory: Global
-    maps: list[TensorMap] = field(default_factory=list)
+    maps: Sequence[TensorMap]
+    random: Random
     copies: list[Copy] = field(default_factory=list)
     progress: int = 0
+
+    def __post_init__(self) -> None:
+        self.leader = self.random.randrange(32)  # the lane that elect.sync takes
 
 
 class Cta:
