@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,14 @@ class Tile(NamedTuple):
         ]
 
 
+class Patience(IntEnum):
+    """How long a copy can put off its next step. The last one writes to global memory, and no warp waits for it."""
+
+    NONE = 0
+    AWAITED = 1
+    UNAWAITED = 2
+
+
 @dataclass
 class Copy:
     """A copy in two steps: it reads its source, then writes its target. A load has only the second step."""
@@ -78,9 +87,10 @@ class Copy:
     is_done: bool = False
 
     @property
-    def patience(self) -> int:
-        """The higher, the later the copy goes on, if it goes on as late as it can."""
-        return self.has_read * (1 if self.is_awaited else 2)
+    def patience(self) -> Patience:
+        if not self.has_read:
+            return Patience.NONE
+        return Patience.AWAITED if self.is_awaited else Patience.UNAWAITED
 
     @property
     def may_outlive(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.backends.sm90.ptx.bulk import Patience
 from tests.backends.sm90.ptx.decode import is_for_all, step
 from tests.backends.sm90.ptx.lanes import LANES
 from tests.backends.sm90.ptx.memory import Fault, Shared
@@ -75,10 +76,11 @@ class Machine:
                 self._advance(warps)
             ready = [warp for warp in warps if warp.waits is None or warp.waits()]
             quick = [warp for warp in ready if warp.number not in slow]
-            if not quick and self._advance(warps):
+            if not quick and self._advance(warps, unawaited=False):
                 continue
             if not ready:
-                self._poll_again(warps)
+                if not (self._poll_again(warps) or self._advance(warps)):
+                    raise Fault(f"the kernel hangs: {self._places(warps)}")
                 continue
             warp = choose.choice(quick or ready)
             warp.waits, warp.polls = None, False
@@ -90,29 +92,33 @@ class Machine:
         while self._advance([]):
             pass
 
-    def _advance(self, warps: list[Warp]) -> bool:
-        """One copy or product goes on. False if there is none."""
+    def _advance(self, warps: list[Warp], unawaited: bool = True) -> bool:
+        """One copy or product goes on. False if there is none, or only copies that no warp waits for."""
+        copies = self.world.copies
         if self.chance.eagerness:
-            moves: list[Callable[[], None]] = [copy.advance for copy in self.world.copies]
+            moves: list[Callable[[], None]] = [copy.advance for copy in copies]
             moves += [warp.run_product for warp in warps if warp.products]
         else:  # products run when they are waited for
-            least = min((copy.patience for copy in self.world.copies), default=0)
-            moves = [copy.advance for copy in self.world.copies if copy.patience == least]
+            least = min((copy.patience for copy in copies), default=Patience.NONE)
+            if least is Patience.UNAWAITED and not unawaited:
+                return False
+            moves = [copy.advance for copy in copies if copy.patience is least]
         if not moves:
             return False
         self.world.random.choice(moves)()
-        self.world.copies = [copy for copy in self.world.copies if not copy.is_done]
+        self.world.copies = [copy for copy in copies if not copy.is_done]
         self.world.progress += 1
         return True
 
-    def _poll_again(self, warps: list[Warp]) -> None:
+    def _poll_again(self, warps: list[Warp]) -> bool:
         """No warp can go on. A poll may have read the value that its warp waits for, so each poll goes on once."""
         if self.polled == self.world.progress:
-            raise Fault(f"the kernel hangs: {self._places(warps)}")
+            return False
         self.polled = self.world.progress
         for warp in warps:
             if warp.polls:
                 warp.waits = None
+        return True
 
     def _slice(self, warp: Warp, count: int) -> None:
         for _ in range(count):

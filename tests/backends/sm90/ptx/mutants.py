@@ -1,6 +1,10 @@
-"""Kernels with one synchronisation left out. In some interleaving the machine notices each of them.
+"""Kernels with one synchronisation left out, and the interleavings in which the machine notices it.
 
-python -m tests.backends.sm90.ptx.mutants --dim 64
+    python -m tests.backends.sm90.ptx.mutants --dim 64
+
+A few are not noticed, because others imply them. The producer waits for a stage of Q before it waits for the same stage
+of dO, and so the wait for dO and what leads to it are implied. A writer waits again for an entry that it has read
+before. Without empty chains their barriers are not used.
 """
 
 from __future__ import annotations
