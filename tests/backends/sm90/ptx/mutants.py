@@ -119,7 +119,7 @@ def noticed(trial: Trial, mutant: Mutant, want: Got) -> str | None:
 def problems(dim: int) -> Iterator[Problem]:
     """Each leads through other parts of the kernel: several chains and turns, empty chains, packs."""
     yield Problem(1, 2, 1, 256, 300, dim, mask=CAUSAL)
-    yield Problem(1, 2, 1, 100, 900, dim, mask=window(150, 0))
+    yield Problem(1, 2, 1, 64, 2000, dim, mask=window(100, 0))
     yield Problem(1, 1, 1, 300, 300, dim, mask=CAUSAL)
     yield Problem(1, 2, 1, 400, 400, dim, mask=CAUSAL & documents([0, 100, 400]))
 
