@@ -123,8 +123,7 @@ def load_tile(warp: Warp, tile: Tile, shared: int, barrier: int) -> Copy:
         box = np.zeros(offsets.shape, np.uint8)
         for row in tile.rows():
             box[row.number, : row.nbytes] = memory.room(row.address, row.nbytes)
-        cta.shared.write_async(offsets, box)
-        cta.barrier(barrier).complete(tile.tensor.nbytes)
+        cta.barrier(barrier).complete(tile.tensor.nbytes, cta.shared.land(offsets, box))
 
     return Copy(None, write)
 
@@ -149,8 +148,7 @@ def load_bytes(warp: Warp, shared: int, address: int, count: int, barrier: int) 
     cta.shared.announce(offsets, clock)
 
     def write() -> None:
-        cta.shared.write_async(offsets, memory.room(address, count))
-        cta.barrier(barrier).complete(count)
+        cta.barrier(barrier).complete(count, cta.shared.land(offsets, memory.room(address, count)))
 
     return Copy(None, write)
 

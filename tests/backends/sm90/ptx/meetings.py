@@ -35,7 +35,9 @@ class Barrier:
             raise Fault("more arrivals at an mbarrier than it expects")
         self._turn()
 
-    def complete(self, nbytes: int) -> None:
+    def complete(self, nbytes: int, landed: int) -> None:
+        """A copy has landed, at this time of the copies."""
+        self.arriving.times[-1] = landed
         self.nbytes -= nbytes
         self._turn()
 

@@ -15,6 +15,7 @@ Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.int64]
 
 SHARED_BASE = 1 << 10  # where the dynamic shared memory begins, so that address 0 is not valid
+NEVER = 1 << 60  # later than any time
 POISON = 0xFF  # bytes that nobody has written: NaN as a number, and no valid row or count as an integer
 
 
@@ -66,12 +67,13 @@ class Global:
 class Clock:
     """What a warp knows of each other warp: it knows everything that this warp did up to this time.
 
-    A warp's own time passes when it arrives at a barrier. Whoever waits there learns what all that arrived know.
+    A warp's own time passes when it arrives at a barrier. Whoever waits there learns what all that arrived know. The
+    last time is that of the copies into shared memory: the number of those that have landed.
     """
 
     def __init__(self, warps: int, warp: int = -1) -> None:
         """The clock of a warp, or of a barrier if `warp` is -1."""
-        self.times, self.warp = np.zeros(warps, np.int64), warp
+        self.times, self.warp = np.zeros(warps + 1, np.int64), warp
         if warp >= 0:
             self.times[warp] = 1
 
@@ -79,7 +81,7 @@ class Clock:
         np.maximum(self.times, other.times, out=self.times)
 
     def copy(self) -> Clock:
-        other = Clock(len(self.times), self.warp)
+        other = Clock(len(self.times) - 1, self.warp)
         other.times[:] = self.times
         return other
 
@@ -92,17 +94,18 @@ class Shared:
     """The shared memory of a CTA.
 
     A warp may read or store a word only if it knows of every earlier store to it. It may store only if it also knows of
-    every earlier read. An asynchronous read needs a proxy fence after a plain store. The storing warp may fence, or any
-    warp that knows of the store.
+    every earlier read. It knows of a copy into shared memory if it has waited for the copy's mbarrier. An asynchronous
+    read needs a proxy fence after a plain store. The storing warp may fence, or any warp that knows of the store.
     """
 
     def __init__(self, size: int, warps: int) -> None:
         self.bytes = np.full(size, POISON, np.uint8)
         self._words = self.bytes.view(np.uint32)
-        self._storing = np.full(size // 4, -1, np.int8)  # the warp that has stored the word, -1 if a copy has
+        self._storing = np.full(size // 4, -1, np.int8)  # the warp that has stored the word, or `warps` for a copy
         self._stored = np.zeros(size // 4, np.int64)  # the time of that store
         self._unfenced = np.zeros(size // 4, np.bool_)
         self._read = np.zeros((warps, size // 4), np.int64)  # when each warp last did
+        self._warps, self._landed = warps, 0  # copies that have
 
     def words_at(self, addresses: npt.NDArray[np.uint32], count: int) -> Words:
         """The numbers of `count` words at each address, (lanes, count)."""
@@ -148,14 +151,18 @@ class Shared:
         self._know_reads(words, clock)
         if self._unfenced[words].any():
             raise Fault(f"a copy of warp {clock.warp} overwrites a store without a proxy fence")
-        self.write_async(offsets, POISON)
+        self.bytes[offsets] = POISON
+        self._storing[words], self._stored[words] = self._warps, NEVER
 
-    def write_async(self, offsets: Words, values: Bytes | int) -> None:
+    def land(self, offsets: Words, values: Bytes) -> int:
+        """The copy writes. Returns the time of the copies."""
+        self._landed += 1
         self.bytes[offsets] = values
-        self._storing[offsets // 4], self._unfenced[offsets // 4] = -1, False
+        self._stored[offsets // 4] = self._landed
+        return self._landed
 
     def _know_reads(self, words: Words, clock: Clock) -> None:
-        unknown = self._read[:, words.ravel()].max(1, initial=0) > clock.times
+        unknown = self._read[:, words.ravel()].max(1, initial=0) > clock.times[: self._warps]
         unknown[clock.warp] = False
         if unknown.any():
             raise Fault(f"warp {clock.warp} stores what warp {unknown.argmax()} may not have read yet")
@@ -163,5 +170,7 @@ class Shared:
     def _know_stores(self, words: Words, clock: Clock) -> None:
         storing = self._storing[words]
         others = (storing >= 0) & (storing != clock.warp)
-        if others.any() and (self._stored[words][others] > clock.times[storing[others]]).any():
-            raise Fault(f"warp {clock.warp} meets a store of warp {storing[others].max()} without a barrier between")
+        unknown = storing[others][self._stored[words][others] > clock.times[storing[others]]]
+        if unknown.size:
+            source = "copy" if unknown.max() == self._warps else f"store of warp {unknown.max()}"
+            raise Fault(f"warp {clock.warp} meets a {source} without a barrier between")

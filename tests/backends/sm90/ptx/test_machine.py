@@ -186,6 +186,28 @@ $AFTER:
             run(body, threads=64, chance=chance)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_read_of_bytes_that_nobody_has_waited_for_is_a_fault(waits: bool) -> None:
+    body = f"""
+    mov.b32 %r2, 1;
+    @%p1 mbarrier.init.shared.b64 [%r15], %r2;
+    bar.sync 0;
+    mov.b32 %r3, 128;
+    add.s32 %r4, %r15, 128;
+    @!%p1 bra $WAIT;
+    mbarrier.arrive.expect_tx.shared.b64 %rd4, [%r15], %r3;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd1], %r3, [%r15];
+$WAIT: {WAIT if waits else ""}
+    ld.shared.b32 %r9, [%r4];
+    st.global.b32 [%rd3+128], %r9;
+    """
+    if waits:
+        assert run(body)[32:] == [77] * 32
+    else:
+        with pytest.raises(Fault, match="warp 0 meets a copy without a barrier"):
+            run(body)
+
+
 def test_a_copy_that_nobody_awaits_is_late() -> None:
     body = staged(FENCE, "") + "cp.async.bulk.wait_group.read 0;"
     assert run(body)[:32] == [1000] * 32, "it has read what was stored after its issue"
