@@ -61,7 +61,7 @@ class Kernel:
 
     def __call__(self, *given: Any) -> None:
         call: Call = getattr(self, f"_{self.kind}")(*given)
-        text, memory = self.text(), Global()
+        text, memory = text_of(self.kind, self.cfg), Global()
         for x in (*call.arguments, *call.others):
             if isinstance(x, Tensor):
                 memory.add(x)
@@ -72,9 +72,6 @@ class Kernel:
             machine.launch(call.grid, call.grid[0], plan(self.cfg).total)  # a cooperative launch
         else:
             machine.launch(call.grid, TOGETHER, SIDE_BYTES)
-
-    def text(self) -> Text:
-        return text_of(self.kind, self.cfg)
 
     def _prepare(self, inputs: Tensors, stats: Tensors, extra: Tensors) -> Call:
         lse2, delta, _, counters = stats[:4]

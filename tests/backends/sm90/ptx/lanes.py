@@ -33,12 +33,10 @@ def shifted_left(a: Array, by: Array) -> Array:
 
 
 def shifted_right(a: Array, by: Array) -> Array:
+    """A signed number keeps its sign, however far it is shifted."""
     width = 8 * a.dtype.itemsize
-    return a >> np.minimum(by, width - 1).astype(a.dtype) if a.dtype.kind == "i" else _logical(a, by, width)
-
-
-def _logical(a: Array, by: Array, width: int) -> Array:
-    return np.where(by < width, a >> (by % width).astype(a.dtype), 0).astype(a.dtype)
+    shifted = a >> np.minimum(by, width - 1).astype(a.dtype)
+    return shifted if a.dtype.kind == "i" else np.where(by < width, shifted, 0).astype(a.dtype)
 
 
 def divided(a: Array, b: Array) -> Array:
@@ -137,7 +135,7 @@ def computing(op: str) -> tuple[Function, tuple[Any, ...]] | None:
     if op in ("cvt.rn.bf16.f32", "cvt.rn.f16.f32"):
         return (lambda a: (_bf16(a) if "bf16" in op else _fp16(a)).astype(np.uint16)), (np.float32,)
     if op in ("cvt.f32.bf16", "cvt.f32.f16"):
-        return _widened(op), (np.uint16,)
+        return (lambda a: widened(a, suffix)), (np.uint16,)
     if name.startswith("cvt.") and name.count(".") == 1:
         return _converting(name[4:], suffix)
     return None
@@ -152,10 +150,11 @@ def _widening(name: str, suffix: str) -> tuple[Function, tuple[Any, ...]]:
     return (lambda a, b: (a.astype(wide) * b.astype(wide) >> shift).astype(narrow)), (narrow, narrow)
 
 
-def _widened(op: str) -> Function:
-    if op.endswith("bf16"):
-        return lambda a: (a.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return lambda a: a.view(np.float16).astype(np.float32)
+def widened(halves: Array, dtype: str) -> Array:
+    """bf16 or f16, in words of two bytes, as float32."""
+    if dtype == "bf16":
+        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return halves.view(np.float16).astype(np.float32)
 
 
 def _converting(to: str, of: str) -> tuple[Function, tuple[Any, ...]]:

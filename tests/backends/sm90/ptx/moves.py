@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.backends.sm90.ptx.lanes import LANES, bits, kind
 from tests.backends.sm90.ptx.memory import Bools
-from tests.backends.sm90.ptx.operands import Act, Get, Operands, Then, several
+from tests.backends.sm90.ptx.operands import Act, Get, Operands, Put, Then, several
 from tests.backends.sm90.ptx.warp import ALL, Warp
 
 
@@ -39,6 +39,17 @@ def _value(function: Callable[..., Any], gets: list[Get]) -> Get:
     return lambda warp: function(first(warp), second(warp), third(warp))
 
 
+def put_all(puts: list[Put], warp: Warp, lanes: Bools, values: Any) -> None:
+    """Column i of the values, (32, registers), goes to register i."""
+    for i, put in enumerate(puts):
+        put(warp, lanes, values[:, i].copy())
+
+
+def joined(gets: list[Get], warp: Warp) -> Any:
+    """The values of several registers, (32, registers)."""
+    return np.ascontiguousarray(np.stack([get(warp) for get in gets], 1))
+
+
 def halves(at: Operands, op: str, to: str, of: str) -> Act:
     """mov between a register and the registers of its halves. The half '_' is dropped."""
     whole, half = (np.uint32, np.uint16) if op == "mov.b32" else (np.uint64, np.uint32)
@@ -56,7 +67,7 @@ def halves(at: Operands, op: str, to: str, of: str) -> Act:
     gets, put = [at.get(name, half) for name in several(of)], at.put(to)
 
     def join(warp: Warp, lanes: Bools) -> Then:
-        put(warp, lanes, np.stack([get(warp) for get in gets], 1).copy().view(whole)[:, 0])
+        put(warp, lanes, joined(gets, warp).view(whole)[:, 0])
         return Then.GO_ON
 
     return join
@@ -84,8 +95,7 @@ def load_shared(at: Operands, op: str, to: str, of: str) -> Act:
     def act(warp: Warp, lanes: Bools) -> Then:
         shared, out = warp.cta.shared, np.zeros((32, len(puts)), np.uint32)
         out[lanes] = shared.load(shared.words_at(address(warp)[lanes], len(puts)), warp.clock)
-        for i, put in enumerate(puts):
-            put(warp, lanes, out[:, i].copy())
+        put_all(puts, warp, lanes, out)
         return Then.GO_ON
 
     return act
@@ -97,8 +107,7 @@ def store_shared(at: Operands, op: str, to: str, of: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         shared = warp.cta.shared
-        values = np.stack([get(warp) for get in gets], 1)[lanes]
-        shared.store(shared.words_at(address(warp)[lanes], len(gets)), values, warp.clock)
+        shared.store(shared.words_at(address(warp)[lanes], len(gets)), joined(gets, warp)[lanes], warp.clock)
         warp.world.progress += 1
         return Then.GO_ON
 
@@ -113,8 +122,7 @@ def load_global(at: Operands, op: str, to: str, of: str) -> Act:
 
     def act(warp: Warp, lanes: Bools) -> Then:
         words = warp.world.memory.load(address(warp), 4 * len(puts), lanes).view(np.uint32)
-        for i, put in enumerate(puts):
-            put(warp, lanes, words[:, i].copy())
+        put_all(puts, warp, lanes, words)
         if not polls:
             return Then.GO_ON
         seen = warp.world.progress
@@ -129,8 +137,7 @@ def store_global(at: Operands, op: str, to: str, of: str) -> Act:
     gets, address = at.gets(of), at.address(to, np.uint64)
 
     def act(warp: Warp, lanes: Bools) -> Then:
-        values = np.stack([get(warp) for get in gets], 1).copy()
-        warp.world.memory.store(address(warp), values.view(np.uint8), lanes)
+        warp.world.memory.store(address(warp), joined(gets, warp).view(np.uint8), lanes)
         warp.world.progress += 1
         return Then.GO_ON
 

@@ -87,18 +87,11 @@ def main_text(trial: Trial) -> Text:
     return usual("main", seen[0])
 
 
-class Interleaving(NamedTuple):
-    eagerness: float
-    slice: int
-    slow: tuple[int, ...]
-    workers: int
-
-
-INTERLEAVINGS = [
-    Interleaving(0.0, 100, (), 2),
-    Interleaving(1.0, 30, (), 3),
-    *(Interleaving(0.0, 60, role, 1 + i % 3) for i, role in enumerate(ROLES)),
-    *(Interleaving(0.1, 100, role, 3 - i % 3) for i, role in enumerate(ROLES)),
+INTERLEAVINGS = [  # each with the number of its workers
+    (Chance(0, 0.0, 100), 2),
+    (Chance(1, 1.0, 30), 3),
+    *((Chance(2 + i, 0.0, 60, role), 1 + i % 3) for i, role in enumerate(ROLES)),
+    *((Chance(8 + i, 0.1, 100, role), 3 - i % 3) for i, role in enumerate(ROLES)),
 ]
 
 
@@ -106,9 +99,9 @@ def noticed(trial: Trial, mutant: Mutant, want: Got) -> str | None:
     """How a mutant is noticed, or None."""
     needed = trial.co_resident()
     with changed(mutant):
-        for seed, (eagerness, length, slow, workers) in enumerate(INTERLEAVINGS):
+        for chance, workers in INTERLEAVINGS:
             try:
-                got = trial.run(Chance(seed, eagerness, length, slow), workers=max(workers, needed))
+                got = trial.run(chance, workers=max(workers, needed))
             except Exception as error:  # what a wrong kernel reads may be any number
                 return str(error) or type(error).__name__
             if not same(got, want):

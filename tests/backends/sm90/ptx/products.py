@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.backends.sm90.ptx.lanes import LANES
+from tests.backends.sm90.ptx.lanes import LANES, widened
 from tests.backends.sm90.ptx.memory import SHARED_BASE, Bools, Bytes, Shared
 from tests.backends.sm90.ptx.operands import Act, Operands, Then, several
 from tests.backends.sm90.ptx.warp import Product, Warp
@@ -54,10 +54,7 @@ class Descriptor(NamedTuple):
 
 def numbers(pairs: Bytes, dtype: str) -> Floats:
     """Elements of two bytes each."""
-    halves = np.ascontiguousarray(pairs).view(np.uint16)[..., 0]
-    if dtype == "bf16":
-        return (halves.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return halves.view(np.float16).astype(np.float32)
+    return np.asarray(widened(np.ascontiguousarray(pairs).view(np.uint16)[..., 0], dtype))
 
 
 def fragment(registers: list[Any], dtype: str) -> Floats:
